@@ -1,0 +1,48 @@
+"""Train a model once with CrAM; compress it to any size in one shot."""
+
+from torchcram.batchnorm import frozen_statistics, tune_batchnorm_
+from torchcram.compress import compress, compress_
+from torchcram.finetune import hold_masks
+from torchcram.operators import (
+    NM,
+    Chain,
+    GlobalTopK,
+    Operator,
+    Quantize,
+    Sparsifier,
+    UniformTopK,
+    parse_operator,
+)
+from torchcram.optim import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, CrAM, UpdateRule
+from torchcram.weights import Masks, Weights, compressible_weights, masks_of, sparsity
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CRAM",
+    "CRAM_PLUS",
+    "C_SAM",
+    "NM",
+    "SAM",
+    "TOPK",
+    "TOPK_PLUS",
+    "Chain",
+    "CrAM",
+    "GlobalTopK",
+    "Masks",
+    "Operator",
+    "Quantize",
+    "Sparsifier",
+    "UniformTopK",
+    "UpdateRule",
+    "Weights",
+    "compress",
+    "compress_",
+    "compressible_weights",
+    "frozen_statistics",
+    "hold_masks",
+    "masks_of",
+    "parse_operator",
+    "sparsity",
+    "tune_batchnorm_",
+]

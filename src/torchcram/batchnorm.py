@@ -1,0 +1,99 @@
+"""Batch-norm statistics: frozen while a model is perturbed, estimated again once it is compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """Normalises by batch statistics as in training, but updates no running buffer meanwhile.
+
+    Covers every batch norm (SyncBatchNorm included) and instance norm; layers in eval mode go on as
+    they are.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+    ]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+
+
+@torch.no_grad()
+def tune_batchnorm_(
+    model: nn.Module, batches: Iterable[Any], *, momentum: float | None = None
+) -> None:
+    """Estimates the running statistics of all batch-norm layers anew, from `batches`.
+
+    A compressed network sees other activations than the one its statistics were gathered on. About
+    1000 training samples, with training augmentation, put that right. Layers other than batch norm
+    run in eval mode, so nothing else changes; all modes and momenta are put back. A model without
+    running statistics is left as it is, without looking at `batches`.
+
+    Args:
+        model: in any mode.
+        batches: inputs, or tuples that begin with the inputs, or mappings of keyword arguments;
+            they are moved to the device of the model.
+        momentum: of the running average; None for the plain average over all batches.
+
+    Raises:
+        ValueError: if `batches` is empty; the statistics are as before then, and after any other
+            error too.
+    """
+    layers = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None
+    ]
+    if not layers:
+        return
+    iterator = iter(batches)
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise ValueError("tune_batchnorm_ needs at least one batch, and got none") from None
+    device = next(chain(model.parameters(), model.buffers())).device
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(layer, layer.momentum) for layer in layers]
+    before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    try:
+        model.eval()
+        for layer in layers:
+            layer.train()
+            layer.momentum = momentum
+            layer.reset_running_stats()
+        for batch in chain([first], iterator):
+            _forward(model, batch, device)
+    except BaseException:
+        for buffer, value in before:
+            buffer.copy_(value)
+        raise
+    finally:
+        for module, training in modes:
+            module.training = training
+        for layer, old in momenta:
+            layer.momentum = old
+
+
+def _forward(model: nn.Module, batch: object, device: torch.device) -> None:
+    if isinstance(batch, Mapping):
+        model(**{key: _move(value, device) for key, value in batch.items()})
+    else:
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        model(_move(inputs, device))
+
+
+def _move(value: object, device: torch.device) -> object:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

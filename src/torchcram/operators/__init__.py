@@ -1,0 +1,19 @@
+"""Compression operators C(.), one small file each."""
+
+from torchcram.operators.base import Operator, Sparsifier
+from torchcram.operators.chain import Chain
+from torchcram.operators.nm import NM
+from torchcram.operators.parse import parse_operator
+from torchcram.operators.quantize import Quantize
+from torchcram.operators.topk import GlobalTopK, UniformTopK
+
+__all__ = [
+    "NM",
+    "Chain",
+    "GlobalTopK",
+    "Operator",
+    "Quantize",
+    "Sparsifier",
+    "UniformTopK",
+    "parse_operator",
+]

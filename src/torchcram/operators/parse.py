@@ -1,0 +1,48 @@
+"""Operators as text, for command lines and recipes."""
+
+from __future__ import annotations
+
+import re
+
+from torchcram.operators.base import Operator
+from torchcram.operators.chain import Chain
+from torchcram.operators.nm import NM
+from torchcram.operators.quantize import Quantize
+from torchcram.operators.topk import GlobalTopK, UniformTopK
+
+_LEVEL = r"(\d*\.?\d+|\d+\.)"
+_TOPK = re.compile(rf"(global|uniform):{_LEVEL}(?:-{_LEVEL})?")
+_NM = re.compile(r"nm:(\d+):(\d+)")
+_QUANTIZE = re.compile(r"int(\d+)(?::g(\d+))?")
+
+SYNTAX = (
+    "global:0.9, uniform:0.8, global:0.3-0.9 (a range to train over), nm:2:4, int4, int4:g64, "
+    "or several joined by '+': global:0.5+int8"
+)
+
+
+def parse_operator(text: str) -> Operator:
+    """Reads an operator from its text; the inverse of `str(operator)`.
+
+    Raises:
+        ValueError: naming the text and what is allowed.
+    """
+    first, *others = (_parse_one(part.strip(), text) for part in text.split("+"))
+    for other in others:
+        first = Chain(first, other)
+    return first
+
+
+def _parse_one(part: str, text: str) -> Operator:
+    try:
+        if match := _TOPK.fullmatch(part):
+            kind, low, high = match.groups()
+            level = float(low) if high is None else (float(low), float(high))
+            return GlobalTopK(level) if kind == "global" else UniformTopK(level)
+        if match := _NM.fullmatch(part):
+            return NM(int(match[1]), int(match[2]))
+        if match := _QUANTIZE.fullmatch(part):
+            return Quantize(int(match[1]), None if match[2] is None else int(match[2]))
+    except ValueError as error:
+        raise ValueError(f"operator {text!r}: {error}") from None
+    raise ValueError(f"operator {text!r}: cannot read {part!r}; allowed: {SYNTAX}")

@@ -1,0 +1,85 @@
+"""Symmetric round-to-nearest quantization of weights."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchcram.operators.base import Operator
+from torchcram.weights import output_dim, reduction_last
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchcram.weights import Weights
+
+
+@dataclass(frozen=True)
+class Quantize(Operator):
+    """Rounds weights to the nearest multiple q s of a scale s, |q| <= 2^(bits-1) - 1.
+
+    s is the largest magnitude it serves divided by 2^(bits-1) - 1: that of an output channel, or
+    with `group_size` of every `group_size` consecutive weights along the reduction dimension. Zero
+    stays zero, so quantizing after pruning keeps the mask. There is no mask of its own: the
+    gradient passes straight through.
+
+    Attributes:
+        bits: 2 to 8.
+        group_size: None for one scale per output channel.
+    """
+
+    bits: int
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise ValueError(f"Quantize: bits is {self.bits!r}, allowed are 2 to 8")
+        if self.group_size is not None and (
+            not isinstance(self.group_size, int) or self.group_size < 1
+        ):
+            raise ValueError(
+                f"Quantize: group_size {self.group_size!r} is neither None nor positive"
+            )
+
+    @property
+    def levels(self) -> int:
+        """The largest |q|."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    @torch.no_grad()
+    def compress_(self, weights: Weights) -> None:
+        """Rounds every weight in place; there is no mask."""
+        views = {name: reduction_last(w, output_dim(weights, name)) for name, w in weights.items()}
+        whole = []
+        for name, view in views.items():
+            size = self.group_size
+            if size is not None and view.shape[-1] % size:
+                whole.append(name)
+                size = None
+            view.copy_(self._round(view, size))
+        if whole:
+            _warn_whole_channels(self, tuple(whole))
+
+    def _round(self, view: Tensor, group_size: int | None) -> Tensor:
+        # (outputs, kernel x inputs) or (outputs, *kernel, groups, group_size)
+        rows = view.flatten(1) if group_size is None else view.unflatten(-1, (-1, group_size))
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        scale = rows.abs().amax(-1, keepdim=True) / self.levels
+        scale = torch.where(scale == 0, 1, scale)
+        return (rows / scale).round_().mul_(scale).reshape(view.shape)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" + (f":g{self.group_size}" if self.group_size else "")
+
+
+@functools.cache
+def _warn_whole_channels(operator: Quantize, names: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"{operator} takes one scale per output channel, the input dimension being no multiple of "
+        f"{operator.group_size}, in: " + ", ".join(names),
+        stacklevel=4,
+    )

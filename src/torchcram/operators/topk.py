@@ -1,0 +1,107 @@
+"""Magnitude pruning: keep the largest weights, over the whole model or in each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchcram.operators.base import Sparsifier
+from torchcram.selection import count_kept, keep_largest, keep_largest_each
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from torchcram.weights import Masks, Weights
+
+
+@dataclass(frozen=True)
+class _TopK(Sparsifier):
+    """A sparsity, or a range of them out of which every step draws one.
+
+    Attributes:
+        sparsity: the fraction of weights to zero, in [0, 1); or (low, high), a range to train over.
+    """
+
+    sparsity: float | tuple[float, float]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sparsity, (tuple, list)):
+            low, high = (_checked(self, level) for level in _pair(self, self.sparsity))
+            if not low < high:
+                raise ValueError(f"{type(self).__name__}: the range {low}-{high} is empty")
+            object.__setattr__(self, "sparsity", (low, high))
+        else:
+            object.__setattr__(self, "sparsity", _checked(self, self.sparsity))
+
+    def draw(self, generator: torch.Generator) -> Self:
+        """Draws a level uniformly from the range; a single level is itself."""
+        if not isinstance(self.sparsity, tuple):
+            return self
+        low, high = self.sparsity
+        at = torch.rand((), generator=generator, dtype=torch.float64).item()
+        return replace(self, sparsity=low + (high - low) * at)
+
+    @property
+    def level(self) -> float:
+        """The sparsity, where there is one."""
+        if isinstance(self.sparsity, tuple):
+            raise ValueError(
+                f"{self} is a range of sparsities, for training; compress to one level, or draw() one"
+            )
+        return self.sparsity
+
+    def _text(self, kind: str) -> str:
+        levels = self.sparsity if isinstance(self.sparsity, tuple) else (self.sparsity,)
+        return f"{kind}:{'-'.join(map(_decimal, levels))}"
+
+
+@dataclass(frozen=True)
+class GlobalTopK(_TopK):
+    """Keeps the n - round(sparsity n) largest of all n weights together, exactly.
+
+    Ties are broken by position, so that the achieved sparsity is the requested one also for
+    bfloat16.
+    """
+
+    def select(self, scores: Weights) -> Masks:
+        """Keeps the largest scores of all layers together."""
+        total = sum(score.numel() for score in scores.values())
+        masks = keep_largest(list(scores.values()), count_kept(total, self.level))
+        return dict(zip(scores, masks, strict=True))
+
+    def __str__(self) -> str:
+        return self._text("global")
+
+
+@dataclass(frozen=True)
+class UniformTopK(_TopK):
+    """Keeps the n - round(sparsity n) largest of the n weights of each layer, exactly."""
+
+    def select(self, scores: Weights) -> Masks:
+        """Keeps the largest scores of every layer."""
+        keep = [count_kept(score.numel(), self.level) for score in scores.values()]
+        return dict(zip(scores, keep_largest_each(list(scores.values()), keep), strict=True))
+
+    def __str__(self) -> str:
+        return self._text("uniform")
+
+
+def _pair(operator: Sparsifier, levels: tuple[float, ...]) -> tuple[float, float]:
+    if len(levels) != 2:
+        raise ValueError(f"{type(operator).__name__}: a range is (low, high), not {levels!r}")
+    return levels[0], levels[1]
+
+
+def _checked(operator: Sparsifier, sparsity: float) -> float:
+    number = isinstance(sparsity, (int, float)) and not isinstance(sparsity, bool)
+    if not number or not 0 <= sparsity < 1:
+        raise ValueError(f"{type(operator).__name__}: sparsity {sparsity!r} is not in [0, 1)")
+    return float(sparsity)
+
+
+def _decimal(level: float) -> str:
+    """The shortest text that reads back as `level`, without an exponent (its '-' would be a range)."""
+    text = repr(level)
+    return text if "e" not in text else f"{level:.400f}".rstrip("0")

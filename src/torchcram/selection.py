@@ -1,0 +1,171 @@
+"""Exact selection of the largest magnitudes over many tensors: the only Top-K in the project.
+
+The key of a value is its bit pattern without the sign, an integer that orders as the magnitude does
+(infinities above all numbers, NaN above those). The k-th largest key is found from the highest bits
+down: count the keys by their next few bits, see which bin holds the k-th, go on within it. Nothing
+is concatenated or sorted, and the only thing shared between tensors is a short vector of counts,
+which `reduce` may sum over processes.
+
+Of equal keys at the threshold those that come first are kept: tensor order, then row-major index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchcram.weights import cuda_kernels
+
+Reduce = Callable[[Tensor], None]
+"""Sums a tensor of counts over processes, in place."""
+
+BLOCK = 1 << 18  # elements treated at a time on the CPU: keys and bins stay in the cache
+WIDTH = 11  # bits per level
+_INTEGERS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float64: torch.int64,
+}
+
+
+class Threshold(NamedTuple):
+    """The k-th largest key, and how many of the keys equal to it are to be kept."""
+
+    key: int
+    ties: int
+
+
+def count_kept(numel: int, sparsity: float) -> int:
+    """Returns how many of `numel` values stay at `sparsity`: n - round(sparsity n)."""
+    return numel - round(sparsity * numel)
+
+
+def magnitude_keys(tensor: Tensor) -> Tensor:
+    """Returns integers that order as the magnitudes of `tensor` do."""
+    integer = _INTEGERS.get(tensor.dtype)
+    if integer is None:
+        allowed = ", ".join(str(dtype) for dtype in _INTEGERS)
+        raise ValueError(f"magnitudes of {tensor.dtype} cannot be ranked; allowed: {allowed}")
+    return tensor.detach().view(integer) & torch.iinfo(integer).max
+
+
+def keep_largest(
+    tensors: Sequence[Tensor], keep: int, *, reduce: Reduce | None = None
+) -> list[Tensor]:
+    """Returns masks that keep exactly the `keep` largest magnitudes of all `tensors` together.
+
+    Args:
+        tensors: float32, bfloat16, float16 or float64; mixed lists are compared by value.
+        keep: how many to keep, between none and all.
+        reduce: where the tensors are one process's part of the whole, sums counts over the
+            processes; `keep` then counts in the whole. Ties are then kept by position within each
+            process's own part.
+    """
+    total = sum(tensor.numel() for tensor in tensors)
+    if keep < 0 or (reduce is None and keep > total):
+        raise ValueError(f"cannot keep {keep} of {total} values")
+    if not tensors:
+        return []
+    tensors = _comparable(tensors)
+    if _on_cuda(tensors):
+        return _kernels_keep(tensors, [keep], [0] * len(tensors), reduce)
+    return _masks(tensors, kth_largest(tensors, keep, reduce=reduce))
+
+
+def keep_largest_each(tensors: Sequence[Tensor], keep: Sequence[int]) -> list[Tensor]:
+    """Returns masks that keep exactly the `keep[i]` largest magnitudes of `tensors[i]`, for each i."""
+    for tensor, count in zip(tensors, keep, strict=True):
+        if not 0 <= count <= tensor.numel():
+            raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
+    if _on_cuda(tensors) and len({tensor.dtype for tensor in tensors}) == 1:
+        return _kernels_keep(tensors, keep, range(len(tensors)), None)
+    return [keep_largest([t], count)[0] for t, count in zip(tensors, keep, strict=True)]
+
+
+def kth_largest(tensors: Sequence[Tensor], k: int, *, reduce: Reduce | None = None) -> Threshold:
+    """Finds the k-th largest key over all `tensors`, which share a dtype."""
+    bits = torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
+    blocks: Iterable[Tensor] = _Blocks(tensors)
+    device = tensors[0].device
+    prefix, rank = 0, k
+    for high in range(bits, 0, -WIDTH):
+        low = max(high - WIDTH, 0)
+        bins = 1 << (high - low)
+        counts = torch.zeros(bins, dtype=torch.int64, device=device)
+        for keys in blocks:
+            counts += torch.bincount((keys >> low) & (bins - 1), minlength=bins).to(device)
+        if reduce is not None:
+            reduce(counts)
+        at_or_above = counts.flip(0).cumsum(0).flip(0)
+        here = int((at_or_above >= rank).sum()) - 1  # the highest bin that at least `rank` reach
+        rank -= int(at_or_above[here] - counts[here])
+        prefix = (prefix << (high - low)) | here
+        if low:
+            blocks = [keys[(keys >> low) == prefix] for keys in blocks]
+    return Threshold(prefix, rank)
+
+
+class _Blocks:
+    """The keys of `tensors`, a cache-sized block at a time, as often as asked for."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __iter__(self) -> Iterable[Tensor]:
+        for tensor in self.tensors:
+            for block in tensor.detach().reshape(-1).split(BLOCK):
+                yield magnitude_keys(block)
+
+
+def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
+    room, masks = threshold.ties, []
+    for tensor in tensors:
+        flat = torch.empty(tensor.numel(), dtype=torch.bool, device=tensor.device)
+        for block, mask in zip(_Blocks([tensor]), flat.split(BLOCK), strict=True):
+            torch.gt(block, threshold.key, out=mask)
+            tied = block == threshold.key
+            if found := int(torch.count_nonzero(tied)):
+                mask |= tied if found <= room else tied & (tied.cumsum(0) <= room)
+                room -= min(found, room)
+        mask = flat.view(tensor.shape)
+        if not tensor.is_contiguous():  # a mask lies in memory as its tensor does
+            mask = torch.empty_like(tensor, dtype=torch.bool).copy_(mask)
+        masks.append(mask)
+    return masks
+
+
+def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns `tensors` in one dtype, the smallest that holds all their values."""
+    dtypes = [tensor.dtype for tensor in tensors]
+    for dtype in dtypes:
+        if dtype not in _INTEGERS:
+            allowed = ", ".join(str(known) for known in _INTEGERS)
+            raise ValueError(f"magnitudes of {dtype} cannot be ranked; allowed: {allowed}")
+    if len(set(dtypes)) <= 1:
+        return tensors
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    return [tensor.to(wide) for tensor in tensors]
+
+
+def _on_cuda(tensors: Sequence[Tensor]) -> bool:
+    kernels = cuda_kernels()
+    return (
+        kernels is not None
+        and len(tensors) > 0
+        and all(tensor.is_cuda and tensor.dtype in kernels.KEYS for tensor in tensors)
+        and len({tensor.device for tensor in tensors}) == 1
+    )
+
+
+def _kernels_keep(
+    tensors: Sequence[Tensor], keep: Sequence[int], segments: Iterable[int], reduce: Reduce | None
+) -> list[Tensor]:
+    kernels = cuda_kernels()
+    assert kernels is not None
+    walkable = [t if kernels.layout(t) is not None else t.contiguous() for t in tensors]
+    masks: list[Tensor] = kernels.keep_largest(walkable, keep, list(segments), reduce)
+    return masks

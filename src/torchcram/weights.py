@@ -1,0 +1,187 @@
+"""What is compressible, and what a mask does to it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+Weights = Mapping[str, Tensor]
+"""Compressible weights by parameter name; a tied weight appears once."""
+
+Masks = Mapping[str, Tensor]
+"""Boolean masks with the keys and shapes of the weights; True keeps."""
+
+
+class LayerWeights(dict[str, Tensor]):
+    """Weights that remember which of their layers are transposed convolutions.
+
+    Operators work on any mapping; this one also tells them where the output channels of each weight
+    are. Weights in a plain mapping count as those of Linear and ordinary convolution layers.
+    """
+
+    def __init__(self, weights: Weights, transposed: Iterable[str] = ()) -> None:
+        super().__init__(weights)
+        self.transposed = frozenset(transposed)
+
+    def like(self, tensors: Weights) -> LayerWeights:
+        """Returns `tensors` (scores of these weights, say) with the same layers behind them."""
+        return LayerWeights(tensors, self.transposed)
+
+
+def output_dim(weights: Weights, name: str) -> int:
+    """Returns the dimension of a weight that counts output channels: 0, transposed layers 1."""
+    if weights[name].dim() < 2:
+        shape = tuple(weights[name].shape)
+        raise ValueError(f"{name!r} of shape {shape} has no output and input dimension")
+    return 1 if name in getattr(weights, "transposed", ()) else 0
+
+
+def reduction_last(weight: Tensor, output_dim: int) -> Tensor:
+    """Views a weight as (outputs, *kernel positions, inputs): sums run over the last dimension."""
+    return weight.movedim((output_dim, 1 - output_dim), (0, -1))
+
+
+def compressible_weights(
+    model: nn.Module,
+    *,
+    only: str | None = None,
+    skip: str | None = None,
+    dense_ends: bool = False,
+) -> LayerWeights:
+    """Returns the weights of all convolution and Linear layers of `model`, by parameter name.
+
+    Embeddings, norms, biases and bare parameters are never compressible; neither is a Linear weight
+    that is tied to an embedding.
+
+    Args:
+        model: any module.
+        only: a regular expression; names in which it is not found are left out.
+        skip: a regular expression; names in which it is found are left out.
+        dense_ends: leave out the first and the last compressible layer of the model.
+
+    Raises:
+        ValueError: if a pattern matches no name, or nothing is left.
+    """
+    found = _layer_weights(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no compressible weights: no Conv*, ConvTranspose* or Linear layer"
+        )
+    names = list(found)
+    chosen = names[1:-1] if dense_ends else names
+    for option, pattern in (("only", only), ("skip", skip)):
+        if pattern is None:
+            continue
+        matching = {name for name in names if _pattern(option, pattern).search(name)}
+        if not matching:
+            raise ValueError(
+                f"{option}={pattern!r} matches no compressible weight; there are: {', '.join(names)}"
+            )
+        chosen = [name for name in chosen if (name in matching) == (option == "only")]
+    if not chosen:
+        raise ValueError(
+            f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave nothing of: {', '.join(names)}"
+        )
+    return LayerWeights({name: found[name] for name in chosen}, found.transposed & set(chosen))
+
+
+def _layer_weights(model: nn.Module) -> LayerWeights:
+    embeddings = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for weight in module.parameters(recurse=False)
+    }
+    layers = {
+        id(module._parameters["weight"]): module
+        for module in model.modules()
+        if isinstance(module, (_ConvNd, nn.Linear)) and module._parameters.get("weight") is not None
+    }
+    weights, transposed = {}, []
+    for name, parameter in model.named_parameters():  # yields a tied parameter once
+        if id(parameter) not in layers or id(parameter) in embeddings:
+            continue
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name!r} has no shape yet: run one batch through the model first")
+        weights[name] = parameter
+        if isinstance(layers[id(parameter)], _ConvTransposeNd):
+            transposed.append(name)
+    return LayerWeights(weights, transposed)
+
+
+def _pattern(option: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{option}={pattern!r} is not a regular expression: {error}") from error
+
+
+def sparsity(weights: Weights) -> float:
+    """Returns the fraction of zeros in `weights`."""
+    total = sum(weight.numel() for weight in weights.values())
+    if total == 0:
+        raise ValueError("the sparsity of no weights at all is not defined")
+    return 1 - sum(int(torch.count_nonzero(weight)) for weight in weights.values()) / total
+
+
+def masks_of(weights: Weights) -> dict[str, Tensor]:
+    """Recovers the masks of compressed `weights` from their zeros."""
+    return {name: weight.detach() != 0 for name, weight in weights.items()}
+
+
+@torch.no_grad()
+def apply_masks_(weights: Weights, masks: Masks) -> None:
+    """Zeroes `weights` where their masks are False, in place; signs and NaN do not survive there."""
+    zero_unmasked_([weights[name] for name in masks], list(masks.values()))
+
+
+def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Zeroes each tensor where its mask is False; on CUDA in one launch for all of them."""
+    slow = list(zip(tensors, masks, strict=True))
+    if (kernels := cuda_kernels()) is not None:
+        fast = [(t, m) for t, m in slow if _walks_alike(t, m) and t.dtype in kernels.KEYS]
+        slow = [(t, m) for t, m in slow if not (_walks_alike(t, m) and t.dtype in kernels.KEYS)]
+        for _, group in _by_device_and_dtype(fast):
+            kernels.zero_unmasked_([t for t, _ in group], [m for _, m in group])
+    for tensor, mask in slow:
+        tensor.masked_fill_(mask.logical_not(), 0)
+
+
+def _walks_alike(tensor: Tensor, mask: Tensor) -> bool:
+    return tensor.is_cuda and mask.is_cuda and tensor.stride() == mask.stride() and dense(tensor)
+
+
+def dense(tensor: Tensor) -> bool:
+    """Returns whether the elements of `tensor` fill one stretch of memory."""
+    return (
+        tensor.is_contiguous()
+        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def _by_device_and_dtype(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> Iterator[tuple[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        groups.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
+    yield from groups.items()
+
+
+@functools.cache
+def cuda_kernels() -> ModuleType | None:
+    """Returns the CUDA kernels, imported when first asked for, or None where there are none."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from torchcram import _kernels
+    except ImportError:  # a build of torch without Triton: everything works, slower
+        return None
+    return _kernels
