@@ -1,4 +1,4 @@
-"""Batch-norm statistics: frozen while a model is perturbed, estimated again once it is compressed."""
+"""Batch-norm statistics: frozen at a perturbed point, estimated anew after compression."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     Covers every batch norm (SyncBatchNorm included) and instance norm; layers in eval mode go on as
     they are.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats
-    ]
+    layers: list[_NormBase] = []
+    modules = [model]
+    while modules:  # several times faster than model.modules(), and done at every step
+        module = modules.pop()
+        modules.extend(child for child in module._modules.values() if child is not None)
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            layers.append(module)
     for layer in layers:
         layer.track_running_stats = False
     try:

@@ -47,7 +47,7 @@ class HeldMasks:
         self.remove()
 
     def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Masks the gradients: those there are, and those that a closure is still to compute."""
         self._mask_gradients()
@@ -56,9 +56,7 @@ class HeldMasks:
         # args may or may not begin with the optimizer itself
         return tuple(self._masking(arg) if _is_closure(arg) else arg for arg in args), kwargs
 
-    def _after_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, *_: object) -> None:
         apply_masks_(self._weights, self._masks)
 
     def _masking(self, closure: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -70,12 +68,8 @@ class HeldMasks:
         return masked
 
     def _mask_gradients(self) -> None:
-        pairs = [
-            (weight.grad, self._masks[name])
-            for name, weight in self._weights.items()
-            if weight.grad is not None
-        ]
-        zero_unmasked_([gradient for gradient, _ in pairs], [mask for _, mask in pairs])
+        found = {name: w.grad for name, w in self._weights.items() if w.grad is not None}
+        zero_unmasked_(list(found.values()), [self._masks[name] for name in found])
 
 
 def _is_closure(argument: object) -> bool:
@@ -83,7 +77,7 @@ def _is_closure(argument: object) -> bool:
 
 
 def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMasks:
-    """Zeroes `weights` where `masks` are False, and keeps them zero through every step of `optimizer`.
+    """Zeroes `weights` where `masks` are False and keeps them so in every step of `optimizer`.
 
     Gradients are masked before a step and weights after it, so that momentum and the moments of
     Adam stay zero where a weight is pruned. Works with any optimizer, with and without a closure,

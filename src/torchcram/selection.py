@@ -11,7 +11,7 @@ Of equal keys at the threshold those that come first are kept: tensor order, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,7 +77,7 @@ def keep_largest(
 
 
 def keep_largest_each(tensors: Sequence[Tensor], keep: Sequence[int]) -> list[Tensor]:
-    """Returns masks that keep exactly the `keep[i]` largest magnitudes of `tensors[i]`, for each i."""
+    """Returns masks that keep exactly the `keep[i]` largest magnitudes of each `tensors[i]`."""
     for tensor, count in zip(tensors, keep, strict=True):
         if not 0 <= count <= tensor.numel():
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
@@ -115,7 +115,7 @@ class _Blocks:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
-    def __iter__(self) -> Iterable[Tensor]:
+    def __iter__(self) -> Iterator[Tensor]:
         for tensor in self.tensors:
             for block in tensor.detach().reshape(-1).split(BLOCK):
                 yield magnitude_keys(block)
@@ -165,7 +165,7 @@ def _kernels_keep(
     tensors: Sequence[Tensor], keep: Sequence[int], segments: Iterable[int], reduce: Reduce | None
 ) -> list[Tensor]:
     kernels = cuda_kernels()
-    assert kernels is not None
+    assert kernels is not None  # noqa: S101
     walkable = [t if kernels.layout(t) is not None else t.contiguous() for t in tensors]
     masks: list[Tensor] = kernels.keep_largest(walkable, keep, list(segments), reduce)
     return masks

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 Weights = Mapping[str, Tensor]
 """Compressible weights by parameter name; a tied weight appears once."""
@@ -71,7 +74,7 @@ def compressible_weights(
     found = _layer_weights(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no compressible weights: no Conv*, ConvTranspose* or Linear layer"
+            f"{type(model).__name__} has no compressible weights: no convolution, no Linear layer"
         )
     names = list(found)
     chosen = names[1:-1] if dense_ends else names
@@ -81,12 +84,13 @@ def compressible_weights(
         matching = {name for name in names if _pattern(option, pattern).search(name)}
         if not matching:
             raise ValueError(
-                f"{option}={pattern!r} matches no compressible weight; there are: {', '.join(names)}"
+                f"{option}={pattern!r} matches no compressible weight out of: {', '.join(names)}"
             )
         chosen = [name for name in chosen if (name in matching) == (option == "only")]
     if not chosen:
         raise ValueError(
-            f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave nothing of: {', '.join(names)}"
+            f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave nothing out of: "
+            + ", ".join(names)
         )
     return LayerWeights({name: found[name] for name in chosen}, found.transposed & set(chosen))
 
@@ -137,42 +141,22 @@ def masks_of(weights: Weights) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def apply_masks_(weights: Weights, masks: Masks) -> None:
-    """Zeroes `weights` where their masks are False, in place; signs and NaN do not survive there."""
+    """Zeroes `weights` where their masks are False, in place; no sign or NaN survives there."""
     zero_unmasked_([weights[name] for name in masks], list(masks.values()))
 
 
 def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zeroes each tensor where its mask is False; on CUDA in one launch for all of them."""
-    slow = list(zip(tensors, masks, strict=True))
-    if (kernels := cuda_kernels()) is not None:
-        fast = [(t, m) for t, m in slow if _walks_alike(t, m) and t.dtype in kernels.KEYS]
-        slow = [(t, m) for t, m in slow if not (_walks_alike(t, m) and t.dtype in kernels.KEYS)]
-        for _, group in _by_device_and_dtype(fast):
-            kernels.zero_unmasked_([t for t, _ in group], [m for _, m in group])
-    for tensor, mask in slow:
-        tensor.masked_fill_(mask.logical_not(), 0)
-
-
-def _walks_alike(tensor: Tensor, mask: Tensor) -> bool:
-    return tensor.is_cuda and mask.is_cuda and tensor.stride() == mask.stride() and dense(tensor)
-
-
-def dense(tensor: Tensor) -> bool:
-    """Returns whether the elements of `tensor` fill one stretch of memory."""
-    return (
-        tensor.is_contiguous()
-        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
-    )
-
-
-def _by_device_and_dtype(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-) -> Iterator[tuple[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-    for pair in pairs:
-        groups.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
-    yield from groups.items()
+    kernels = cuda_kernels()
+    together: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for tensor, mask in zip(tensors, masks, strict=True):
+        if kernels is not None and tensor.is_cuda and kernels.walk_alike(tensor, mask):
+            together.setdefault((tensor.device, tensor.dtype), []).append((tensor, mask))
+        else:
+            tensor.masked_fill_(mask.logical_not(), 0)
+    for group in together.values():
+        assert kernels is not None  # noqa: S101
+        kernels.zero_unmasked_([t for t, _ in group], [m for _, m in group])
 
 
 @functools.cache

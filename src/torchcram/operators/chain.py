@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chain(Operator):
-    """then(first(weights)); its mask keeps what both keep. Pruning and then quantizing is the usual one."""
+    """C(w) = then(first(w)), pruning and then rounding, say; its mask keeps what both keep."""
 
     first: Operator
     then: Operator

@@ -48,7 +48,7 @@ class _TopK(Sparsifier):
         """The sparsity, where there is one."""
         if isinstance(self.sparsity, tuple):
             raise ValueError(
-                f"{self} is a range of sparsities, for training; compress to one level, or draw() one"
+                f"{self} is a range to train over; to compress, give one sparsity or draw() one"
             )
         return self.sparsity
 
@@ -102,6 +102,6 @@ def _checked(operator: Sparsifier, sparsity: float) -> float:
 
 
 def _decimal(level: float) -> str:
-    """The shortest text that reads back as `level`, without an exponent (its '-' would be a range)."""
+    """The shortest text that reads back as `level`; no exponent, whose '-' would be a range."""
     text = repr(level)
     return text if "e" not in text else f"{level:.400f}".rstrip("0")

@@ -50,14 +50,13 @@ def _check_operators(operators: Sequence[Operator], rule: UpdateRule) -> None:
 
 
 def _check_ownership(model: nn.Module, base: Optimizer, weights: Weights) -> None:
-    theirs = dict(model.named_parameters())
-    known = {id(parameter) for parameter in theirs.values()}
+    known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(base.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise ValueError(
-                    f"the base optimizer holds a parameter that {type(model).__name__} does not have: "
-                    f"number {place} of group {number}, of shape {tuple(parameter.shape)}"
+                    f"{type(model).__name__} does not have parameter {place} of group {number} of "
+                    f"the base optimizer, of shape {tuple(parameter.shape)}"
                 )
     for name, weight in weights.items():
         if id(weight) not in known:

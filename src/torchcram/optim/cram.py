@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from torchcram.batchnorm import frozen_statistics
 from torchcram.operators import Operator
+from torchcram.optim import gradients
+from torchcram.optim.backup import Backup
 from torchcram.optim.checks import check_arguments
 from torchcram.optim.draws import Draws
+from torchcram.optim.finite import FiniteGuard, carry_overflow, raise_not_finite
+from torchcram.optim.gradients import Gradients
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
-from torchcram.optim.scratch import Backup, add_scaled_
-from torchcram.weights import Masks, Weights, compressible_weights, zero_unmasked_
+from torchcram.weights import Masks, Weights, compressible_weights
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
-
-Gradients = dict[Tensor, Tensor]  # by parameter
 
 
 class CrAM(Optimizer):
@@ -48,9 +48,10 @@ class CrAM(Optimizer):
         weights: what to compress; by default all `compressible_weights(model)`.
         seed: of the draws, which have a generator of their own.
         replay_randomness: let all passes of `step(closure)` see the same random numbers (dropout).
-        check_finite: raise FloatingPointError at a NaN or infinite gradient instead of stepping. It
-            waits for the device once a step, as a GradScaler does; where there is one, it decides
-            and nothing is checked here.
+        check_finite: raise FloatingPointError at a NaN or infinite gradient instead of stepping.
+            The host waits for the device to know, except with a fused base optimizer on CUDA: that
+            one skips the step on the device, and the error comes with the next step. A GradScaler,
+            where there is one, decides instead.
 
     Attributes:
         operator: the operator drawn last; None after a plain step and for SAM.
@@ -90,13 +91,14 @@ class CrAM(Optimizer):
         self.check_finite = check_finite
         self.operator: Operator | None = None
         super().__init__(base.param_groups, {**base.defaults, "rho": rho})
-        self._share()
+        self._share_with_base()
         self._draws = Draws(operators, mask_interval, seed)
+        self._guard = FiniteGuard(base)
         self._backup = Backup()
         self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
         """Takes one step and returns the loss at w.
 
         Args:
@@ -107,8 +109,7 @@ class CrAM(Optimizer):
         """
         if closure is None:
             self._require_no_pass_left()
-            self.base.step()
-            return None
+            return self._guard.step()
         closure = torch.enable_grad()(closure)
         self._pending = []
         with self._same_randomness():
@@ -117,12 +118,12 @@ class CrAM(Optimizer):
             with self.compressed() as needed, self._same_randomness(last=left == 0):
                 if needed:
                     closure()  # grad L(w~)
-        self.base.step()  # w <- w - lr g~
+        self._guard.step()  # w <- w - lr g~
         return loss
 
     @contextmanager
     def compressed(self, *, grad_scaler: GradScaler | None = None) -> Iterator[bool]:
-        """Moves the weights to w~ for the length of a `with` block; then they are w again and `.grad` holds g~.
+        """Moves the weights to w~ for a `with` block; after it they are w and `.grad` holds g~.
 
         On entry `.grad` must hold g. Inside, run backward on the same data, in as many
         micro-batches as g was made of; running statistics stand still. Whatever happens inside, w
@@ -134,16 +135,16 @@ class CrAM(Optimizer):
                 which also skips the step if either pass overflowed.
 
         Yields:
-            False in a plain base step (`base_step_probability`), where what is run inside does not
-            count.
+            False in a plain base step (`base_step_probability`): what is run inside does not count.
         """
         one = self._next_pass()
-        g = self._take_gradients()
+        by_group = gradients.take_gradients(self.param_groups)
+        g = [pair for group in by_group for pair in group]
         masks = None
         self._backup.save(self._moved_by(one))  # w
         try:
             if one is not None and one.ascend:
-                self._ascend_(g, grad_scaler)  # w + rho g
+                self._ascend_(by_group, grad_scaler)  # w + rho g
             if one is not None and one.compress and self.operator is not None:
                 masks = self._draws.compress_(self.operator, self.weights, at=len(self._pending))
             with frozen_statistics(self.model):  # w~ = C(w + rho g)
@@ -166,107 +167,70 @@ class CrAM(Optimizer):
             self._pending = [None if plain else one for one in self.rule.passes]
         return self._pending[0]
 
-    def _take_gradients(self) -> Gradients:
-        """Takes g out of `.grad`, which is empty afterwards."""
-        g = {p: p.grad for p in self._parameters() if p.grad is not None}
-        if not g:
-            raise RuntimeError("there is no gradient at w: run backward before the compressed pass")
-        for parameter, gradient in g.items():
-            if gradient.layout is not torch.strided:
-                name = self._name(parameter)
-                raise ValueError(f"the gradient of {name!r} is {gradient.layout}, not dense")
-        for parameter in g:
-            parameter.grad = None
-        return g
-
     def _moved_by(self, one: Pass | None) -> list[Tensor]:
         ascending = self._parameters() if one is not None and one.ascend else []
         compressed = self.weights.values() if one is not None and one.compress else ()
-        return list(dict.fromkeys([*ascending, *compressed]))
+        return list({id(p): p for p in (*ascending, *compressed)}.values())
 
-    def _ascend_(self, g: Gradients, grad_scaler: GradScaler | None) -> None:
-        """W <- w + rho g, or w + rho g/|g|; a loss scale in g does not count."""
+    def _ascend_(self, g: list[Gradients], scaler: GradScaler | None) -> None:
+        """Moves w to w + rho g, or to w + rho g/|g|; a loss scale in g does not count."""
         unit: float | Tensor = 1.0
+        found = [gradient for group in g for _, gradient in group]
         if self.normalize:
-            unit = 1 / (get_total_norm(g.values()) + 1e-12)
-        elif grad_scaler is not None and grad_scaler.is_enabled():
-            unit = 1 / grad_scaler.scale(torch.ones((), device=next(iter(g)).device))
-        for group in self.param_groups:
-            moved = [p for p in group["params"] if p in g]
-            add_scaled_(moved, [g[p] for p in moved], group["rho"] * unit)
+            unit = 1 / (gradients.norm(found, 2) + 1e-12)
+        elif scaler is not None and scaler.is_enabled():
+            unit = 1 / scaler.scale(torch.ones((), device=found[0].device))
+        for group, pairs in zip(self.param_groups, g, strict=True):
+            along = [gradient for _, gradient in pairs]
+            gradients.add_scaled_([p for p, _ in pairs], along, group["rho"] * unit)
 
     def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
-        """Leaves M * grad L(w~) in `.grad`, plus g where the rule says so; g alone in a plain step."""
+        """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
         if one is None:
-            return self._put_gradients(g)
-        if one.mask and self.sparse_gradients and masks is not None:
-            found = {n: gradient for n in masks if (gradient := self.weights[n].grad) is not None}
-            zero_unmasked_(list(found.values()), [masks[name] for name in found])
-        if one.plus:
-            both = [p for p in g if p.grad is not None]
-            add_scaled_([p.grad for p in both if p.grad is not None], [g[p] for p in both], 1.0)
-            self._put_gradients({p: gradient for p, gradient in g.items() if p.grad is None})
-        return None
-
-    def _check_finite(self, one: Pass | None, g: Gradients, grad_scaler: GradScaler | None) -> None:
-        """Refuses gradients that are not finite, or leaves it to the scaler, which looks at `.grad`."""
-        scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        if not scaled and not self.check_finite:
+            gradients.put_gradients(g)
             return
-        hidden = {} if one is None or one.plus else g  # g~ does not hold g
-        left = {p: p.grad for p in self._parameters() if p.grad is not None}
-        worst = get_total_norm([*hidden.values(), *left.values()], norm_type=torch.inf)
-        if scaled:
-            if hidden and left:
-                next(iter(left.values())).add_(worst * 0)  # NaN if g overflowed
-        elif not bool(torch.isfinite(worst)):
+        if one.mask and self.sparse_gradients and masks is not None:
+            gradients.mask_gradients(self.weights, masks)
+        if one.plus:
+            gradients.add_gradients(g)
+
+    def _check_finite(self, one: Pass | None, g: Gradients, scaler: GradScaler | None) -> None:
+        """Refuses gradients that are not finite, or leaves it to the scaler, which sees `.grad`."""
+        left = gradients.gradients_of(self._parameters())
+        hidden = [] if one is None or one.plus else g  # where g~ does not hold g
+        if scaler is not None and scaler.is_enabled():
+            carry_overflow(hidden, into=left)
+        elif self.check_finite and not self._guard.admits(hidden + left):
             self._abandon(left)
-            self._raise_not_finite([*hidden.items(), *left.items()])
+            raise_not_finite(hidden + left, self.model)
 
-    def _raise_not_finite(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-        bad = {self._name(p): None for p, g in gradients if not bool(torch.isfinite(g).all())}
-        raise FloatingPointError(
-            f"NaN or infinite gradient with operator {self.operator}, no step was taken; in: {', '.join(bad)}"
-        )
-
-    def _abandon(self, gradients: Gradients) -> None:
+    def _abandon(self, found: Gradients) -> None:
         """Ends a step half-way: no pass is left, no mask of it is kept."""
         self._pending = []
         self._draws.forget(self.operator)
         self.zero_grad()
-        self._put_gradients(gradients)
+        gradients.put_gradients(found)
 
     def _require_no_pass_left(self) -> None:
         if self._pending:
-            done = len(self.rule.passes) - len(self._pending)
+            passes = len(self.rule.passes)
             raise RuntimeError(
-                f"{self.rule.name} enters compressed() {len(self.rule.passes)} times before a step, not {done}"
+                f"{self.rule.name} enters compressed() {passes} times before a step; "
+                f"{passes - len(self._pending)} so far"
             )
-
-    @staticmethod
-    def _put_gradients(gradients: Gradients) -> None:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _name(self, parameter: Tensor) -> str:
-        return next(name for name, p in self.model.named_parameters() if p is parameter)
-
     def _same_randomness(self, *, last: bool = False) -> AbstractContextManager[None]:
-        """Rewinds the random generators after a pass, so that the next one sees the same numbers."""
-        devices = {p.device for p in self._parameters() if p.is_cuda}
-        return torch.random.fork_rng(devices, enabled=self.replay_randomness and not last)
+        """Rewinds the random generators after a pass: the next one sees the same numbers."""
+        replay = self.replay_randomness and not last
+        devices = {p.device for p in self._parameters() if p.is_cuda} if replay else ()
+        return torch.random.fork_rng(devices, enabled=replay)
 
-    def _share(self) -> None:
-        """Makes the groups and the state of the base optimizer those of this one, too."""
+    def _share_with_base(self) -> None:
         self.param_groups = self.base.param_groups
         self.state = self.base.state
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base optimizer."""
-        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the base optimizer and, under "cram", that of the draws."""
@@ -275,7 +239,7 @@ class CrAM(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from `state_dict`; one of the bare base optimizer is welcome, too."""
         self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "cram"})
-        self._share()
+        self._share_with_base()
         for group in self.param_groups:
             group.setdefault("rho", self.defaults["rho"])
         if "cram" in state_dict:
@@ -283,6 +247,5 @@ class CrAM(Optimizer):
 
     def __repr__(self) -> str:
         operators = ", ".join(map(str, self._draws.operators))
-        return (
-            f"CrAM({self.rule.name}, [{operators}], rho={self.defaults['rho']}, base={self.base!r})"
-        )
+        rho = self.defaults["rho"]
+        return f"CrAM({self.rule.name}, [{operators}], rho={rho}, base={self.base!r})"

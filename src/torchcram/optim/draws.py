@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """Draws operators from a generator of its own, the same on every process whatever the global seeds.
+    """Draws operators from a generator of its own, so alike on every process.
 
     Every operator counts its own uses; at every `mask_interval`-th of them its mask is computed
     anew, between them the last one is used again.
@@ -42,7 +42,7 @@ class Draws:
         return self.operators[index]
 
     def compress_(self, operator: Operator, weights: Weights, *, at: int) -> Masks | None:
-        """Replaces `weights` by C(weights) in pass `at` of a step; returns the mask, new or kept."""
+        """Replaces `weights` by C(weights) in pass `at`; returns the mask, new or kept."""
         kept = self._masks.get((operator, at))
         if kept is not None and (self._uses[operator] - 1) % self.mask_interval:
             operator.recompress_(weights, kept)

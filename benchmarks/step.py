@@ -1,0 +1,226 @@
+"""The cost of one training step: SAM, CrAM and CrAM+ as multiples of the plain step.
+
+    python benchmarks/step.py [--device cpu|cuda] [--work resnet20 resnet50 resnet50-64 bert]
+
+Two forward-backward passes make the floor of 2.0x, less the optimizer step that is taken only once.
+Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
+convolutions in channels_last. ResNet50 needs the extra `vision`, BERT-base the extra `text`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from timing import machine
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW, Optimizer
+
+from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK
+from torchcram.experiments.models import resnet20
+
+OPERATORS = [GlobalTopK(sparsity) for sparsity in (0.5, 0.7, 0.8, 0.9, 0.95)]
+METHODS: dict[str, Callable[[nn.Module, Optimizer], Optimizer] | None] = {
+    "plain": None,
+    "SAM": lambda model, base: CrAM(model, base, (), rule=SAM),
+    "CrAM": lambda model, base: CrAM(model, base, OPERATORS, rule=CRAM),
+    "CrAM+": lambda model, base: CrAM(model, base, OPERATORS, rule=CRAM_PLUS),
+    "CrAM+, no finite check": lambda model, base: CrAM(
+        model, base, OPERATORS, rule=CRAM_PLUS, check_finite=False
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model with the batch it is trained on, and how many steps to time at a time."""
+
+    title: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.device], tuple[Tensor, ...]]
+    optimizer: Callable[[nn.Module, bool], Optimizer]
+    steps: int
+
+
+def _images(count: int, size: int, classes: int, device: torch.device) -> tuple[Tensor, ...]:
+    images = torch.randn(count, 3, size, size, device=device)
+    return images, torch.randint(classes, (count,), device=device)
+
+
+def _tokens(count: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    tokens = torch.randint(1000, 30000, (count, length), device=device)
+    return tokens, torch.randint(length, (count, 2), device=device)
+
+
+def _resnet50() -> nn.Module:
+    from torchvision.models import resnet50
+
+    model: nn.Module = resnet50()
+    return model
+
+
+class _SpanScores(nn.Module):
+    """BERT-base for question answering: (batch, tokens, 2) scores of start and end."""
+
+    def __init__(self) -> None:
+        from transformers import BertConfig, BertForQuestionAnswering
+
+        super().__init__()
+        self.bert = BertForQuestionAnswering(BertConfig())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.bert(tokens)
+        return torch.stack([out.start_logits, out.end_logits], dim=-1)
+
+
+def _sgd(model: nn.Module, fused: bool) -> Optimizer:
+    return SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=fused)
+
+
+def _adamw(model: nn.Module, fused: bool) -> Optimizer:
+    return AdamW(model.parameters(), lr=3e-5, fused=fused)
+
+
+def works(device: torch.device) -> dict[str, Work]:
+    """The models at sizes that suit the device."""
+    if device.type == "cuda":
+        small, large, tokens, steps = 128, 128, (16, 384), 10
+    else:
+        small, large, tokens, steps = 32, 4, (1, 64), 2
+    sizes = {"resnet50": 224 if device.type == "cuda" else 64, "resnet50-64": 64}
+    residual = {
+        name: Work(
+            f"ResNet50, {size}x{size}, batch {large}",
+            _resnet50,
+            partial(_images, large, size, 1000),
+            _sgd,
+            steps,
+        )
+        for name, size in sizes.items()
+    }
+    images = partial(_images, small, 32, 10)
+    return {
+        "resnet20": Work(f"ResNet20, 32x32, batch {small}", resnet20, images, _sgd, 3 * steps),
+        **residual,
+        "bert": Work(
+            f"BERT-base QA, batch {tokens[0]}, length {tokens[1]}",
+            _SpanScores,
+            partial(_tokens, *tokens),
+            _adamw,
+            steps,
+        ),
+    }
+
+
+class Run:
+    """A model in training by one method."""
+
+    def __init__(self, work: Work, method: str, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        torch.manual_seed(0)
+        self.model = work.build().to(device)
+        self.inputs, self.target = work.batch(device)
+        if cuda:
+            self.model = self.model.to(memory_format=torch.channels_last)
+            if self.inputs.dim() == 4:
+                self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=cuda)
+        base = work.optimizer(self.model, cuda)
+        wrap = METHODS[method]
+        self.plain = wrap is None
+        self.optimizer = base if wrap is None else wrap(self.model, base)
+        self.device = device
+
+    def closure(self) -> Tensor:
+        """The loss of the batch, with gradients."""
+        self.optimizer.zero_grad()
+        with self.autocast:
+            loss = cross_entropy(self.model(self.inputs), self.target)
+        loss.backward()
+        return loss
+
+    def milliseconds(self, steps: int) -> float:
+        """The mean time of a step, out of `steps` in a row."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            if self.plain:
+                self.closure()
+                self.optimizer.step()
+            else:
+                self.optimizer.step(self.closure)  # type: ignore[arg-type]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start) / steps
+
+
+def peak_megabytes(name: str, method: str, kind: str) -> float:
+    """The peak of memory while one method trains alone."""
+    device = torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    Run(works(device)[name], method, device).milliseconds(2)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def measure(name: str, device: torch.device, rounds: int) -> None:
+    """Prints one table. The methods take turns, so that all see the same state of the machine."""
+    work = works(device)[name]
+    print(f"\n{work.title}", flush=True)
+    peaks = {}
+    for method in METHODS:
+        if device.type == "cuda":
+            peaks[method] = peak_megabytes(name, method, device.type)
+        else:  # a process of its own, so that its peak of memory is its own
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                peaks[method] = pool.apply(peak_megabytes, (name, method, device.type))
+    runs = {method: Run(work, method, device) for method in METHODS}
+    for run in runs.values():
+        run.milliseconds(2)  # warms up
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    gc.collect()
+    gc.disable()  # the garbage of one method is not to be collected in the time of another
+    for _ in range(rounds):
+        for method, run in runs.items():
+            times[method].append(run.milliseconds(work.steps))
+    gc.enable()
+    plain = statistics.median(times["plain"])
+    for method, found in times.items():
+        middle = statistics.median(found)
+        spread = (max(found) - min(found)) / 2
+        print(
+            f"  {method:<24}{middle:>9.2f} ms +-{spread:>6.2f}{middle / plain:>8.3f}x"
+            f"{peaks[method]:>9.0f} MB",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Prints one table per model."""
+    parser = argparse.ArgumentParser(description="Times training steps against the plain one.")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--work", nargs="+", default=["resnet20", "resnet50", "resnet50-64", "bert"]
+    )
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    print(machine(device), flush=True)
+    for name in arguments.work:
+        measure(name, device, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Everything that is not the method: data, models, training loops, results."""

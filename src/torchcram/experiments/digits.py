@@ -1,0 +1,86 @@
+"""Handwritten digits that come with scikit-learn: 1797 grey images of 8x8, ten classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+TEST_FRACTION = 0.2
+SPLIT_SEED = 0  # the split is the same for every seed of a training
+MAX_SHIFT = 1  # pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """The data set, split and normalised.
+
+    Attributes:
+        train_images: (n, 1, 8, 8), of zero mean and unit variance over all pixels.
+        train_labels: (n,), 0 to 9.
+        test_images: (m, 1, 8, 8), normalised by the mean and variance of the training images.
+        test_labels: (m,), 0 to 9.
+        background: the value that an empty pixel has after normalisation.
+    """
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    background: float
+
+    def training_batches(
+        self, size: int, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields one epoch of shuffled, augmented batches of images and labels.
+
+        Batches differ in size by one at most: a last batch of a few samples would give poor
+        batch-norm statistics.
+        """
+        if size < 2:
+            raise ValueError(f"batch size {size!r} is too small: batch norm needs at least 2")
+        order = torch.randperm(len(self.train_labels), generator=generator)
+        for chosen in order.tensor_split(max(1, -(-len(order) // size))):
+            images = shifted(self.train_images[chosen], self.background, generator)
+            yield images, self.train_labels[chosen]
+
+
+def load_digits() -> Digits:
+    """Loads the digits: about 80 % to train on, the rest to test, every class alike in both.
+
+    Nothing is downloaded: the images are part of scikit-learn.
+    """
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    found = datasets.load_digits()
+    pixels, test_pixels, labels, test_labels = train_test_split(
+        found.images / 16,  # 0 to 16 before
+        found.target,
+        test_size=TEST_FRACTION,
+        stratify=found.target,
+        random_state=SPLIT_SEED,
+    )
+    train, test = (torch.tensor(p, dtype=torch.float32).unsqueeze(1) for p in (pixels, test_pixels))
+    mean, std = train.mean(), train.std()
+    return Digits(
+        train_images=(train - mean) / std,
+        train_labels=torch.tensor(labels),
+        test_images=(test - mean) / std,
+        test_labels=torch.tensor(test_labels),
+        background=float(-mean / std),
+    )
+
+
+def shifted(images: Tensor, background: float, generator: torch.Generator) -> Tensor:
+    """Moves every image by up to a pixel up or down and left or right; `background` fills up."""
+    count, _, height, width = images.shape
+    padded = F.pad(images, (MAX_SHIFT,) * 4, value=background)
+    corner = torch.randint(2 * MAX_SHIFT + 1, (2, count, 1), generator=generator)
+    rows = corner[0] + torch.arange(height)  # (count, height)
+    columns = corner[1] + torch.arange(width)  # (count, width)
+    which = torch.arange(count)[:, None, None]
+    return padded[which, 0, rows[:, :, None], columns[:, None, :]].unsqueeze(1)

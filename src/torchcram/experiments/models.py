@@ -1,0 +1,60 @@
+"""Models for small images."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class BasicBlock(nn.Module):
+    """relu(x + BN(conv(relu(BN(conv(x)))))); x is subsampled and zero-padded as needed."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.stride = stride
+        self.widen = outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, inputs, h, w) to (n, outputs, h/stride, w/stride)."""
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        x = x[:, :, :: self.stride, :: self.stride]
+        if self.widen:
+            x = nn.functional.pad(x, (0, 0, 0, 0, self.widen // 2, self.widen - self.widen // 2))
+        return torch.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """A residual net for small images: stages of basic blocks, the width doubling at each."""
+
+    def __init__(self, blocks: int, width: int, *, channels: int = 3, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        stages, inputs = [], width
+        for stage in range(3):
+            outputs = width << stage
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                stages.append(BasicBlock(inputs, outputs, stride))
+                inputs = outputs
+        self.blocks = nn.Sequential(*stages)
+        self.fc = nn.Linear(inputs, classes)
+        for module in self.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images to class scores."""
+        x = torch.relu(self.bn1(self.conv1(x)))
+        logits: Tensor = self.fc(self.blocks(x).mean((2, 3)))
+        return logits
+
+
+def resnet20(classes: int = 10) -> ResNet:
+    """ResNet20 for 32x32 images, 0.27 M weights."""
+    return ResNet(3, 16, classes=classes)

@@ -1,0 +1,78 @@
+"""Gradients that are not finite do not reach the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from torchcram.optim.gradients import Gradients, norm
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+def carry_overflow(g: Gradients, into: Gradients) -> None:
+    """Makes `into` NaN where it does not hold `g` itself and `g` is not finite."""
+    if g and into:
+        into[0][1].add_(norm([gradient for _, gradient in g], torch.inf) * 0)  # NaN, or 0
+
+
+def raise_not_finite(gradients: Gradients, model: nn.Module) -> NoReturn:
+    """Says which gradients are not finite."""
+    bad = {id(p) for p, gradient in gradients if not bool(torch.isfinite(gradient).all())}
+    names = ", ".join(name for name, p in model.named_parameters() if id(p) in bad)
+    raise FloatingPointError(f"NaN or infinite gradient, no step taken; in: {names}")
+
+
+class FiniteGuard:
+    """Steps a base optimizer with finite gradients only.
+
+    Usually that means to look at a number on the device, hence to wait for it. The fused optimizers
+    of torch can skip a step on the device (GradScaler makes use of that); there the host goes on,
+    and learns of it one step later.
+    """
+
+    def __init__(self, base: Optimizer) -> None:
+        self._base = base
+        self._bad: Tensor | None = None  # 1.0 if the gradients at hand are not finite
+        self._earlier: tuple[Tensor, torch.cuda.Event] | None = None  # that of the step before
+
+    def admits(self, gradients: Gradients) -> bool:
+        """Returns False if `gradients` are not finite; True may be left for `step` to see."""
+        worst = norm([gradient for _, gradient in gradients], torch.inf)  # NaN if any is NaN
+        if not (worst.is_cuda and getattr(self._base, "_step_supports_amp_scaling", False)):
+            return bool(torch.isfinite(worst))
+        self._bad = 1 - torch.isfinite(worst).float()
+        return True
+
+    def step(self) -> None:
+        """Takes a step of the base optimizer, unless the gradients looked at are not finite.
+
+        Raises:
+            FloatingPointError: if the step before this one had to be left out.
+        """
+        self._report()
+        bad, self._bad = self._bad, None
+        if bad is None:
+            self._base.step()
+            return
+        self._base.grad_scale = None  # type: ignore[attr-defined]
+        self._base.found_inf = bad  # type: ignore[attr-defined]
+        try:
+            self._base.step()
+        finally:
+            del self._base.grad_scale, self._base.found_inf  # type: ignore[attr-defined]
+        on_host = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(bad.device))
+        self._earlier = (on_host, done)
+
+    def _report(self) -> None:
+        if self._earlier is None:
+            return
+        (bad, done), self._earlier = self._earlier, None
+        done.synchronize()
+        if bad:
+            raise FloatingPointError("NaN or infinite gradient: the step before this was not taken")

@@ -1,0 +1,92 @@
+"""Gradients taken out of `.grad`, combined, and put back.
+
+They travel as lists of (parameter, gradient): a step handles hundreds of them, and looking tensors
+up in dictionaries would cost more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchcram.weights import zero_unmasked_
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from torchcram.weights import Masks, Weights
+
+Gradients = list[tuple["Tensor", "Tensor"]]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> Gradients:
+    """Returns the gradients that are there."""
+    return [(p, grad) for p in parameters if (grad := p.grad) is not None]
+
+
+def take_gradients(groups: Iterable[dict[str, Any]]) -> list[Gradients]:
+    """Takes the gradients of every parameter group out of `.grad`, which is None afterwards."""
+    taken = [gradients_of(group["params"]) for group in groups]
+    if not any(taken):
+        raise RuntimeError("there is no gradient at w: run backward before the compressed pass")
+    for group in taken:
+        for parameter, gradient in group:
+            if gradient.is_sparse:
+                shape = tuple(parameter.shape)
+                raise ValueError(f"the gradient of a parameter of shape {shape} is a sparse tensor")
+    for group in taken:
+        for parameter, _ in group:
+            parameter.grad = None
+    return taken
+
+
+def put_gradients(gradients: Gradients) -> None:
+    """Puts gradients into `.grad`."""
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def mask_gradients(weights: Weights, masks: Masks) -> None:
+    """Zeroes the gradients of `weights` where `masks` are False."""
+    found = {name: grad for name in masks if (grad := weights[name].grad) is not None}
+    zero_unmasked_(list(found.values()), [masks[name] for name in found])
+
+
+def add_gradients(gradients: Gradients) -> None:
+    """Adds gradients to what `.grad` holds."""
+    ours, theirs = [], []
+    for parameter, gradient in gradients:
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            ours.append(parameter.grad)
+            theirs.append(gradient)
+    add_scaled_(ours, theirs, 1.0)
+
+
+@torch.no_grad()
+def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], scale: float | Tensor) -> None:
+    """Adds scale * others to `tensors`; a `scale` that is a tensor stays on its device."""
+    if not tensors:
+        return
+    if isinstance(scale, float):
+        torch._foreach_add_(tensors, others, alpha=scale)
+        return
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for tensor, other in zip(tensors, others, strict=True):
+        ours, theirs = by_device.setdefault(other.device, ([], []))
+        ours.append(tensor)
+        theirs.append(other)
+    for device, (ours, theirs) in by_device.items():
+        torch._foreach_add_(ours, torch._foreach_mul(theirs, scale.to(device)))
+
+
+def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """Returns the norm of all `tensors` together, on the device of the first."""
+    each = torch._foreach_norm(tensors, order)
+    if len({one.device for one in each}) > 1:
+        each = [one.to(each[0].device) for one in each]
+    return torch.linalg.vector_norm(torch.stack(list(each)), order)
