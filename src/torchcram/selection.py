@@ -71,8 +71,8 @@ def keep_largest(
     if not tensors:
         return []
     tensors = _comparable(tensors)
-    if _on_cuda(tensors):
-        return _kernels_keep(tensors, [keep], [0] * len(tensors), reduce)
+    if reduce is None and _has_kernels(tensors):
+        return _kernels_keep(tensors, [keep], [0] * len(tensors))
     return _masks(tensors, kth_largest(tensors, keep, reduce=reduce))
 
 
@@ -81,8 +81,8 @@ def keep_largest_each(tensors: Sequence[Tensor], keep: Sequence[int]) -> list[Te
     for tensor, count in zip(tensors, keep, strict=True):
         if not 0 <= count <= tensor.numel():
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
-    if _on_cuda(tensors) and len({tensor.dtype for tensor in tensors}) == 1:
-        return _kernels_keep(tensors, keep, range(len(tensors)), None)
+    if _has_kernels(tensors):
+        return _kernels_keep(tensors, keep, range(len(tensors)))
     return [keep_largest([t], count)[0] for t, count in zip(tensors, keep, strict=True)]
 
 
@@ -151,21 +151,20 @@ def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensor.to(wide) for tensor in tensors]
 
 
-def _on_cuda(tensors: Sequence[Tensor]) -> bool:
+def _has_kernels(tensors: Sequence[Tensor]) -> bool:
     kernels = cuda_kernels()
-    return (
-        kernels is not None
-        and len(tensors) > 0
-        and all(tensor.is_cuda and tensor.dtype in kernels.KEYS for tensor in tensors)
-        and len({tensor.device for tensor in tensors}) == 1
-    )
+    if kernels is None or not all(tensor.numel() for tensor in tensors):
+        return False
+    dtypes, devices = {t.dtype for t in tensors}, {t.device for t in tensors}
+    alike = len(dtypes) == len(devices) == 1
+    return alike and tensors[0].is_cuda and tensors[0].dtype in kernels.KEYS
 
 
 def _kernels_keep(
-    tensors: Sequence[Tensor], keep: Sequence[int], segments: Iterable[int], reduce: Reduce | None
+    tensors: Sequence[Tensor], keep: Sequence[int], segments: Sequence[int]
 ) -> list[Tensor]:
     kernels = cuda_kernels()
     assert kernels is not None  # noqa: S101
-    walkable = [t if kernels.layout(t) is not None else t.contiguous() for t in tensors]
-    masks: list[Tensor] = kernels.keep_largest(walkable, keep, list(segments), reduce)
+    walkable = [t if t.is_contiguous() or kernels.layout(t) else t.contiguous() for t in tensors]
+    masks: list[Tensor] = kernels.keep_largest(walkable, keep, segments)
     return masks
