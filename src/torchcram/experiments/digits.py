@@ -40,8 +40,8 @@ class Digits:
         Batches differ in size by one at most: a last batch of a few samples would give poor
         batch-norm statistics.
         """
-        if size < 2:
-            raise ValueError(f"batch size {size!r} is too small: batch norm needs at least 2")
+        if size < 1:
+            raise ValueError(f"batch size {size!r} is too small: needed is at least 1")
         order = torch.randperm(len(self.train_labels), generator=generator)
         for chosen in order.tensor_split(max(1, -(-len(order) // size))):
             images = shifted(self.train_images[chosen], self.background, generator)

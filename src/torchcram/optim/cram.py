@@ -21,7 +21,7 @@ from torchcram.optim import gradients
 from torchcram.optim.backup import Backup
 from torchcram.optim.checks import check_arguments
 from torchcram.optim.draws import Draws
-from torchcram.optim.finite import FiniteGuard, carry_overflow, raise_not_finite
+from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.weights import Masks, Weights, compressible_weights
@@ -200,6 +200,8 @@ class CrAM(Optimizer):
         hidden = [] if one is None or one.plus else g  # where g~ does not hold g
         if scaler is not None and scaler.is_enabled():
             carry_overflow(hidden, into=left)
+            if self._draws.mask_interval > 1 and not all_finite(g):
+                self._draws.forget(self.operator)
         elif self.check_finite and not self._guard.admits(hidden + left):
             self._abandon(left)
             raise_not_finite(hidden + left, self.model)

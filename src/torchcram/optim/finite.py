@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+def all_finite(gradients: Gradients) -> bool:
+    """Returns whether no gradient holds NaN or infinity; waits for the device."""
+    return bool(torch.isfinite(norm([gradient for _, gradient in gradients], torch.inf)))
+
+
 def carry_overflow(g: Gradients, into: Gradients) -> None:
     """Makes `into` NaN where it does not hold `g` itself and `g` is not finite."""
     if g and into:

@@ -1,0 +1,5 @@
+"""`python -m torchcram`."""
+
+from torchcram.cli import app
+
+app(prog_name="torchcram")

@@ -1,0 +1,14 @@
+"""Shared settings: kernels are interpreted where there is no GPU, random numbers start anew."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,64 @@
+"""Small models and operators that the tests share."""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK
+
+OPERATORS = [
+    GlobalTopK(0.5),
+    UniformTopK(0.7),
+    NM(2, 4),
+    Quantize(4),
+    Quantize(4, 4),
+    Chain(GlobalTopK(0.5), Quantize(8)),
+    Chain(NM(2, 4), GlobalTopK(0.75)),
+]
+
+
+class ConvNet(nn.Module):
+    """Convolutions (one transposed), batch norm, a Linear layer, and one that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 8, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.up = nn.ConvTranspose2d(8, 4, 2)
+        self.bn2 = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 5)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu(self.bn2(self.up(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+def images(count=6, dtype=torch.float32):
+    return torch.randn(count, 4, 6, 6, dtype=dtype), torch.randint(5, (count,))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def closure_for(model, optimizer, batch):
+    """The usual closure: clear, forward, backward."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def snapshot(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a, b):
+    """Whether two snapshots are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

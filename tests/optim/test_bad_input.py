@@ -1,0 +1,155 @@
+"""What is refused, and that the weights are as before then."""
+
+import pytest
+import torch
+from nets import ConvNet, closure_for, images, mlp, same, snapshot
+from test_oracle import RULES
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK, compressible_weights
+
+rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+
+def make(model=None, operators=None, base=None, **options):
+    model = ConvNet() if model is None else model
+    base = SGD(model.parameters(), lr=0.1) if base is None else base
+    return CrAM(model, base, GlobalTopK(0.5) if operators is None else operators, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"operators": []}, r"CrAM\+ needs at least one operator"),
+        ({"operators": ["global:0.5"]}, "'global:0.5' is not an Operator"),
+        ({"rho": -0.1}, "rho=-0.1"),
+        ({"rho": float("nan")}, "rho=nan"),
+        ({"mask_interval": 0}, "mask_interval=0"),
+        ({"mask_interval": 2.5}, "mask_interval=2.5"),
+        ({"base_step_probability": 1.5}, "base_step_probability=1.5"),
+        ({"model": nn.Sequential(nn.BatchNorm1d(3))}, "no compressible weights"),
+        ({"weights": {"w": torch.zeros(2, 2)}}, r"weights\['w'\] is not a parameter"),
+    ],
+)
+def test_bad_arguments_say_what_is_wrong(options, says):
+    with pytest.raises(ValueError, match=says):
+        make(**options)
+
+
+def test_a_base_optimizer_with_foreign_parameters():
+    model = ConvNet()
+    base = SGD([*model.parameters(), nn.Parameter(torch.zeros(3, 7))], lr=0.1)
+    with pytest.raises(ValueError, match=r"ConvNet does not have parameter 12 .*shape \(3, 7\)"):
+        make(model, base=base)
+    with pytest.raises(ValueError, match="rho='a lot'"):
+        make(model, base=SGD([{"params": model.parameters(), "rho": "a lot"}], lr=0.1))
+
+
+def test_sam_needs_neither_operators_nor_compressible_weights():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    optimizer = make(model, operators=(), rule=SAM)
+    before = snapshot(model)
+    optimizer.step(closure_for(model, optimizer, (torch.randn(8, 3), torch.randint(3, (8,)))))
+    assert not same(snapshot(model), before)
+
+
+@rules
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_gradient_that_is_not_finite_is_named_and_no_step_taken(rule, bad, at):
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    optimizer = make(model, rule=rule, base=SGD(model.parameters(), lr=0.1, momentum=0.9))
+    usual, calls = closure_for(model, optimizer, batch), []
+
+    def closure():
+        loss = usual()
+        calls.append(1)
+        if len(calls) == at:
+            model[2].weight.grad[model[2].weight.abs() == model[2].weight.abs().max()] = bad
+        return loss
+
+    before = snapshot(model)
+    with pytest.raises(FloatingPointError, match=r"2\.weight"):
+        optimizer.step(closure)
+    assert same(snapshot(model), before)
+    assert not optimizer.state
+    optimizer.step(usual)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_the_check_can_be_left_out():
+    model, batch = mlp(), (torch.full((6, 8), torch.inf), torch.randint(4, (6,)))
+    optimizer = make(model, check_finite=False)
+    optimizer.step(closure_for(model, optimizer, batch))
+    assert not all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_parameters_without_gradient_keep_their_value_and_are_compressed_meanwhile():
+    model = ConvNet()
+    optimizer = make(model, operators=GlobalTopK(0.9), rule=CRAM)
+    model.unused.weight.data.fill_(1e-6)  # the smallest, so the first to go
+    before = model.unused.weight.detach().clone()
+    closure_for(model, optimizer, images())()
+    with optimizer.compressed():
+        assert (model.unused.weight == 0).all()
+        closure_for(model, optimizer, images())()
+    optimizer.step()
+    assert torch.equal(model.unused.weight, before)
+    assert model.unused.weight.grad is None
+
+
+@rules
+def test_a_gradient_in_only_one_of_the_passes(rule):
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    optimizer = make(model, rule=rule, base=SGD(model.parameters(), lr=0.0))
+    x, y = torch.randn(5, 4), torch.randint(4, (5,))
+    for used in (["a", "b", "b"], ["b", "a", "a"]):
+        order = iter(used)
+
+        def closure(order=order):
+            optimizer.zero_grad()
+            loss = cross_entropy(model[next(order)](x), y)
+            loss.backward()
+            return loss
+
+        before = snapshot(model)
+        optimizer.step(closure)
+        assert same(snapshot(model), before)
+        there = {name for name in model if model[name].weight.grad is not None}
+        assert there == ({"a", "b"} if rule.passes[-1].plus else {used[-1]})
+
+
+def test_no_gradient_at_all():
+    model = ConvNet()
+    optimizer = make(model)
+    with pytest.raises(RuntimeError, match="no gradient at w"), optimizer.compressed():
+        pass
+
+
+def test_sparse_gradients_of_embeddings_are_refused():
+    model = nn.ModuleDict({"emb": nn.Embedding(9, 4, sparse=True), "fc": nn.Linear(4, 2)})
+    optimizer = make(model)
+    before = snapshot(model)
+    model["fc"](model["emb"](torch.tensor([1, 2]))).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(9, 4\) is a sparse tensor"), optimizer.compressed():
+        pass
+    assert same(snapshot(model), before)
+
+
+def test_an_operator_that_fails_leaves_the_weights_alone():
+    model = ConvNet()
+    optimizer = make(model, weights=compressible_weights(model))
+    optimizer.weights = {**optimizer.weights, "bias": model.fc.bias}
+    optimizer._draws.operators = (type("Broken", (GlobalTopK,), {"select": lambda *_: 1 / 0})(0.5),)
+    before = snapshot(model)
+    usual = closure_for(model, optimizer, images())
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(usual)
+    named = {n: p.detach() for n, p in model.named_parameters()}
+    assert all(torch.equal(named[n], before[n]) for n in named)
+
+
+def test_rule_defaults():
+    assert make().rule is CRAM_PLUS

@@ -1,0 +1,94 @@
+import pytest
+import torch
+from nets import ConvNet
+from torch import nn
+
+from torchcram import compressible_weights, masks_of, sparsity
+from torchcram.weights import apply_masks_, output_dim, reduction_last
+
+
+def test_only_convolutions_and_linear_layers_by_module_type():
+    model = nn.ModuleDict(
+        {
+            "emb": nn.Embedding(10, 4),
+            "conv": nn.Conv1d(4, 4, 3),
+            "up": nn.ConvTranspose3d(4, 4, 2),
+            "norm": nn.LayerNorm(4),
+            "att": nn.MultiheadAttention(4, 2),
+            "fc": nn.Linear(4, 4),
+        }
+    )
+    model.register_parameter("token", nn.Parameter(torch.zeros(3, 3)))
+    names = list(compressible_weights(model))
+    assert names == ["conv.weight", "up.weight", "att.out_proj.weight", "fc.weight"]
+    assert compressible_weights(model).transposed == {"up.weight"}
+
+
+def test_tied_weights_appear_once_and_embeddings_never():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    assert list(compressible_weights(model)) == ["a.weight"]
+    model = nn.ModuleDict({"emb": nn.Embedding(4, 4), "a": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    model["head"].weight = model["emb"].weight
+    assert list(compressible_weights(model)) == ["a.weight"]
+
+
+def test_parametrized_layers_do_not_get_in_the_way():
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    assert list(compressible_weights(model)) == ["0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["conv1", "up", "fc", "unused"]),
+        ({"only": "conv|fc"}, ["conv1", "fc"]),
+        ({"skip": r"^fc\."}, ["conv1", "up", "unused"]),
+        ({"dense_ends": True}, ["up", "fc"]),
+        ({"dense_ends": True, "skip": "up"}, ["fc"]),
+    ],
+)
+def test_options(options, expected):
+    found = compressible_weights(ConvNet(), **options)
+    assert list(found) == [f"{name}.weight" for name in expected]
+
+
+@pytest.mark.parametrize("option", ["only", "skip"])
+def test_a_pattern_that_matches_nothing_lists_the_names(option):
+    with pytest.raises(ValueError, match=r"layer4.*conv1\.weight, up\.weight, fc\.weight"):
+        compressible_weights(ConvNet(), **{option: "layer4"})
+
+
+def test_bad_patterns_and_nothing_left():
+    with pytest.raises(ValueError, match="not a regular expression"):
+        compressible_weights(ConvNet(), only="(")
+    with pytest.raises(ValueError, match="leave nothing"):
+        compressible_weights(ConvNet(), skip=".")
+    with pytest.raises(ValueError, match="no compressible weights"):
+        compressible_weights(nn.Sequential(nn.ReLU(), nn.LayerNorm(3)))
+    with pytest.raises(ValueError, match=r"0\.weight.*run one batch"):
+        compressible_weights(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_the_reduction_dimension_comes_last():
+    weights = compressible_weights(ConvNet())
+    conv = reduction_last(weights["conv1.weight"], output_dim(weights, "conv1.weight"))
+    up = reduction_last(weights["up.weight"], output_dim(weights, "up.weight"))
+    assert conv.shape == (8, 3, 3, 4)
+    assert up.shape == (4, 2, 2, 8)
+    assert torch.equal(conv[3, 1, 2], weights["conv1.weight"][3, :, 1, 2])
+    assert torch.equal(up[3, 1, 0], weights["up.weight"][:, 3, 1, 0])
+    with pytest.raises(ValueError, match=r"'b'.*shape \(4,\)"):
+        output_dim({"b": torch.zeros(4)}, "b")
+
+
+def test_masks_zero_without_a_trace_and_come_back_from_zeros():
+    weight = torch.tensor([[-1.0, torch.nan], [torch.inf, 2.0]])
+    mask = torch.tensor([[False, False], [False, True]])
+    apply_masks_({"w": weight}, {"w": mask})
+    assert weight.tolist() == [[0, 0], [0, 2]]
+    assert not torch.signbit(weight).any()
+    assert torch.equal(masks_of({"w": weight})["w"], mask)
+    assert sparsity({"w": weight}) == 0.75
+    with pytest.raises(ValueError, match="no weights at all"):
+        sparsity({})
