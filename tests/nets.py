@@ -4,7 +4,19 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK
+from torchcram import (
+    C_SAM,
+    CRAM,
+    CRAM_PLUS,
+    NM,
+    SAM,
+    TOPK,
+    TOPK_PLUS,
+    Chain,
+    GlobalTopK,
+    Quantize,
+    UniformTopK,
+)
 
 OPERATORS = [
     GlobalTopK(0.5),
@@ -15,6 +27,9 @@ OPERATORS = [
     Chain(GlobalTopK(0.5), Quantize(8)),
     Chain(NM(2, 4), GlobalTopK(0.75)),
 ]
+
+
+RULES = [SAM, CRAM, CRAM_PLUS, C_SAM, TOPK, TOPK_PLUS]
 
 
 class ConvNet(nn.Module):

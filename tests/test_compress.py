@@ -16,7 +16,9 @@ def test_a_copy_is_compressed_and_the_model_is_not(operator):
     masks = compress_(model, operator)
     assert same(snapshot(model), snapshot(twin))
     if masks is not None:
-        assert all(torch.equal(m, masks[n]) for n, m in masks_of(compressible_weights(twin)).items())
+        assert all(
+            torch.equal(m, masks[n]) for n, m in masks_of(compressible_weights(twin)).items()
+        )
 
 
 def test_text_and_a_choice_of_weights():

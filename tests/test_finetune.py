@@ -19,7 +19,8 @@ def moments(optimizer, weight):
 
 @pytest.mark.parametrize("with_closure", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "options"), [(SGD, {"momentum": 0.9, "weight_decay": 0.1}), (AdamW, {}), (AdamW, {"fused": True})]
+    ("kind", "options"),
+    [(SGD, {"momentum": 0.9, "weight_decay": 0.1}), (AdamW, {}), (AdamW, {"fused": True})],
 )
 def test_pruned_weights_and_their_moments_stay_zero(kind, options, with_closure):
     model, optimizer, weights, masks = build(kind, **options)

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from nets import ConvNet, closure_for, images, same, snapshot
-from test_oracle import RULES
+from nets import RULES, ConvNet, closure_for, images, same, snapshot
 from test_selection import by_sorting
 from torch import nn
 from torch.amp import GradScaler
@@ -75,7 +74,9 @@ def test_without_learning_rate_nothing_moves(rule):
     model = ConvNet().cuda().to(memory_format=torch.channels_last)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     operators = [GlobalTopK(0.5), UniformTopK(0.7), NM(2, 4), Quantize(4)]
-    optimizer = CrAM(model, AdamW(model.parameters(), lr=0.0, weight_decay=0.0), operators, rule=rule)
+    optimizer = CrAM(
+        model, AdamW(model.parameters(), lr=0.0, weight_decay=0.0), operators, rule=rule
+    )
     for _ in range(6):
         optimizer.step(closure_for(model, optimizer, there(images())))
     assert same({n: p.detach() for n, p in model.named_parameters()}, before)
@@ -105,7 +106,9 @@ def test_gradients_that_are_not_finite_leave_weights_and_state_alone(fused):
 @rules
 def test_float16_with_a_scaler(rule):
     model = ConvNet().cuda()
-    optimizer = CrAM(model, SGD(model.parameters(), lr=0.05, momentum=0.9), GlobalTopK(0.5), rule=rule)
+    optimizer = CrAM(
+        model, SGD(model.parameters(), lr=0.05, momentum=0.9), GlobalTopK(0.5), rule=rule
+    )
     scaler = GradScaler("cuda", init_scale=2.0**40)  # overflows at first
     x, y = there(images(32))
     losses = []
@@ -151,7 +154,7 @@ def test_the_memory_of_a_step_is_what_is_promised():
             optimizer.step()
         return torch.cuda.max_memory_allocated()
 
-    plain = peak(lambda model, base: base)
+    plain = peak(lambda _, base: base)
     ours = peak(lambda model, base: CrAM(model, base, GlobalTopK(0.9), rule=CRAM_PLUS))
     weights = 16 * 1024 * 1024
     parameters = 4 * (weights + 16 * 1024)

@@ -6,7 +6,9 @@ from test_selection import KINDS, by_sorting, make
 
 pytest.importorskip("triton")
 
-from torchcram import _kernels  # noqa: E402
+from torchcram import _kernels
+from torchcram._kernels.rank import SAMPLE
+from torchcram._kernels.table import CHUNK
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(7, 5), (16, 12, 3, 3), (9001,), (1,), (4, 3, 2, 2, 2)]
@@ -49,11 +51,11 @@ def test_each_by_itself_and_in_groups(kind, dtype):
 @pytest.mark.parametrize("where", ["above", "below"])
 def test_a_sample_that_misleads_costs_passes_only(where):
     """The sampled places hold what the rest does not, so the first interval misses the k-th key."""
-    size = 3 * _kernels.CHUNK
+    size = 3 * CHUNK
     x = torch.rand(size) + 1
-    index = torch.arange(_kernels.SAMPLE.value)
-    place = ((index * 2654435761 % 2**32) >> 8) % _kernels.CHUNK
-    seen = index * 3 // _kernels.SAMPLE.value * _kernels.CHUNK + place
+    index = torch.arange(SAMPLE.value)
+    place = ((index * 2654435761 % 2**32) >> 8) % CHUNK
+    seen = index * 3 // SAMPLE.value * CHUNK + place
     x[seen] = x[seen] * (1e-6 if where == "above" else 1e6)
     for keep in (200, size // 2, size - 200):
         mask = _kernels.keep_largest([x.to(DEVICE)], [keep], [0])[0]

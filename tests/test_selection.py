@@ -20,7 +20,8 @@ def by_sorting(tensors, keep):
     flat = torch.where(flat.isnan(), torch.inf, flat)
     mask = torch.zeros(flat.numel(), dtype=torch.bool)
     mask[torch.argsort(flat, descending=True, stable=True)[:keep]] = True
-    return [m.view(t.shape) for m, t in zip(mask.split([t.numel() for t in tensors]), tensors)]
+    parts = mask.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def make(kind, shape, dtype, seed):
@@ -40,7 +41,9 @@ def make(kind, shape, dtype, seed):
 @st.composite
 def tensor_lists(draw):
     dtype = draw(st.sampled_from(DTYPES))
-    shapes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
+    shapes = draw(
+        st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)
+    )
     kind = draw(st.sampled_from(KINDS))
     seed = draw(st.integers(0, 1000))
     tensors = [make(kind, shape, dtype, seed + i) for i, shape in enumerate(shapes)]
@@ -94,7 +97,10 @@ def test_infinity_and_nan_rank_above_all_numbers():
 
 def test_counts_can_be_summed_over_processes():
     """Two threads stand for two processes that hold a part of the weights each."""
-    parts = [make("distinct", (301,), torch.float32, 1), make("distinct", (57, 3), torch.float32, 2)]
+    parts = [
+        make("distinct", (301,), torch.float32, 1),
+        make("distinct", (57, 3), torch.float32, 2),
+    ]
     meet = threading.Barrier(2)
     shared = [None, None]
     masks = [None, None]

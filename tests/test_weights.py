@@ -28,7 +28,9 @@ def test_tied_weights_appear_once_and_embeddings_never():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
     assert list(compressible_weights(model)) == ["a.weight"]
-    model = nn.ModuleDict({"emb": nn.Embedding(4, 4), "a": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    model = nn.ModuleDict(
+        {"emb": nn.Embedding(4, 4), "a": nn.Linear(4, 4), "head": nn.Linear(4, 4)}
+    )
     model["head"].weight = model["emb"].weight
     assert list(compressible_weights(model)) == ["a.weight"]
 

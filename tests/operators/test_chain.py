@@ -6,7 +6,10 @@ from torchcram import NM, Chain, GlobalTopK, Quantize
 
 def weights():
     generator = torch.Generator().manual_seed(0)
-    return {"a": torch.randn(8, 8, generator=generator), "b": torch.randn(4, 8, generator=generator)}
+    return {
+        "a": torch.randn(8, 8, generator=generator),
+        "b": torch.randn(4, 8, generator=generator),
+    }
 
 
 def test_one_after_the_other_and_the_mask_of_both():

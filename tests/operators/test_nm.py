@@ -59,7 +59,9 @@ def test_layers_left_dense_are_named_once():
 
 
 @settings(deadline=None)
-@given(st.integers(1, 9), st.data(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+@given(
+    st.integers(1, 9), st.data(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()
+)
 def test_the_largest_of_every_group_earlier_ones_first(group, data, dtype, tied):
     keep = data.draw(st.integers(1, group))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

@@ -27,7 +27,9 @@ def test_linear_per_output_channel(bits, seed):
 
 def test_groups_along_the_inputs():
     weight = torch.randn(3, 12)
-    expected = torch.cat([torch.stack([by_formula(r, 4) for r in part]) for part in weight.split(4, 1)], 1)
+    expected = torch.cat(
+        [torch.stack([by_formula(r, 4) for r in part]) for part in weight.split(4, 1)], 1
+    )
     Quantize(4, 4).compress_({"w": weight})
     torch.testing.assert_close(weight, expected)
 
@@ -46,7 +48,9 @@ def test_convolution_groups_run_over_input_channels():
     layer = nn.Conv2d(8, 2, 3)
     before = layer.weight.detach().clone()
     Quantize(3, 4).compress_(compressible_weights(nn.Sequential(layer)))
-    torch.testing.assert_close(layer.weight[1, 4:, 2, 0].detach(), by_formula(before[1, 4:, 2, 0], 3))
+    torch.testing.assert_close(
+        layer.weight[1, 4:, 2, 0].detach(), by_formula(before[1, 4:, 2, 0], 3)
+    )
 
 
 def test_a_layer_that_groups_do_not_fit_is_named_and_scaled_whole():
@@ -84,7 +88,9 @@ def test_pruning_then_quantizing_keeps_the_mask():
     assert all((weights[name][~mask] == 0).all() for name, mask in masks.items())
 
 
-@pytest.mark.parametrize("bad", [{"bits": 1}, {"bits": 9}, {"bits": 4.0}, {"bits": 4, "group_size": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"bits": 1}, {"bits": 9}, {"bits": 4.0}, {"bits": 4, "group_size": 0}]
+)
 def test_bad_values_are_refused(bad):
     with pytest.raises(ValueError, match="Quantize"):
         Quantize(**bad)

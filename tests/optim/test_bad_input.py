@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from nets import ConvNet, closure_for, images, mlp, same, snapshot
-from test_oracle import RULES
+from nets import RULES, ConvNet, closure_for, images, mlp, same, snapshot
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -133,7 +132,10 @@ def test_sparse_gradients_of_embeddings_are_refused():
     optimizer = make(model)
     before = snapshot(model)
     model["fc"](model["emb"](torch.tensor([1, 2]))).sum().backward()
-    with pytest.raises(ValueError, match=r"shape \(9, 4\) is a sparse tensor"), optimizer.compressed():
+    with (
+        pytest.raises(ValueError, match=r"shape \(9, 4\) is a sparse tensor"),
+        optimizer.compressed(),
+    ):
         pass
     assert same(snapshot(model), before)
 

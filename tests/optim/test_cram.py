@@ -4,13 +4,23 @@ import copy
 
 import pytest
 import torch
-from nets import OPERATORS, ConvNet, closure_for, images, mlp, same, snapshot
-from test_oracle import RULES
+from nets import OPERATORS, RULES, ConvNet, closure_for, images, mlp, same, snapshot
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from torchcram import CRAM_PLUS, SAM, TOPK, C_SAM, CrAM, GlobalTopK, Quantize, UniformTopK
-from torchcram import compressible_weights, hold_masks, sparsity
+from torchcram import (
+    C_SAM,
+    CRAM_PLUS,
+    SAM,
+    TOPK,
+    CrAM,
+    GlobalTopK,
+    Quantize,
+    UniformTopK,
+    compressible_weights,
+    hold_masks,
+    sparsity,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(leaves dense|one scale per output)")
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -211,12 +221,22 @@ def test_a_plain_step_with_the_given_probability():
 def test_random_numbers_can_be_replayed():
     def dropped(replay):
         seen = []
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
-        model[1].register_forward_hook(lambda m, i, out: seen.append(out.eq(0)))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4)
+        )
+        model[1].register_forward_hook(lambda *args: seen.append(args[-1].eq(0)))
         batch = torch.randn(16, 8), torch.randint(4, (16,))
-        optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), Quantize(8), rule=C_SAM, replay_randomness=replay)
+        optimizer = CrAM(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            Quantize(8),
+            rule=C_SAM,
+            replay_randomness=replay,
+        )
         train(model, optimizer, [batch, batch])
-        return [torch.equal(seen[0], other) for other in seen[1:3]] + [torch.equal(seen[0], seen[3])]
+        return [torch.equal(seen[0], other) for other in seen[1:3]] + [
+            torch.equal(seen[0], seen[3])
+        ]
 
     assert dropped(True) == [True, True, False]
     assert dropped(False) == [False, False, False]
@@ -225,7 +245,9 @@ def test_random_numbers_can_be_replayed():
 def test_a_range_of_levels_and_a_choice_of_weights():
     model = ConvNet()
     weights = compressible_weights(model, dense_ends=True)
-    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), GlobalTopK((0.3, 0.9)), weights=weights)
+    optimizer = CrAM(
+        model, SGD(model.parameters(), lr=0.1), GlobalTopK((0.3, 0.9)), weights=weights
+    )
     seen, usual = [], closure_for(model, optimizer, images())
 
     def closure():
@@ -249,12 +271,17 @@ def test_hooks_and_held_masks_work_through_the_wrapper():
     train(model, optimizer, [images()] * 5)
     assert called == [1] * 5
     assert all((weights[n][~m] == 0).all() for n, m in masks.items())
-    assert all((optimizer.state[weights[n]]["momentum_buffer"][~masks[n]] == 0).all() for n in ("conv1.weight", "fc.weight"))
+    assert all(
+        (optimizer.state[weights[n]]["momentum_buffer"][~masks[n]] == 0).all()
+        for n in ("conv1.weight", "fc.weight")
+    )
 
 
 def test_it_says_what_it_is():
     model = ConvNet()
-    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), [GlobalTopK(0.5), Quantize(4)], rho=0.1)
+    optimizer = CrAM(
+        model, SGD(model.parameters(), lr=0.1), [GlobalTopK(0.5), Quantize(4)], rho=0.1
+    )
     assert repr(optimizer).startswith("CrAM(CrAM+, [global:0.5, int4], rho=0.1, base=SGD")
 
 

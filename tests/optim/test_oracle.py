@@ -1,26 +1,23 @@
 """Every rule against the table of the paper, written down here once more, without the library.
 
-    rule        w~                                              g~
-    SAM         w + rho g/|g|                                   grad L(w~)
-    CrAM        C(w + rho g)                                    M * grad L(w~)
-    CrAM+       C(w + rho g)                                    M * grad L(w~) + g
-    C-SAM       C(w + rho h/|h|), h = M_w * grad L(C(w))        M * grad L(w~)
-    Top-K       C(w)                                            grad L(w~), dense
-    Top-K+      C(w)                                            M * grad L(w~) + g
+rule        w~                                              g~
+SAM         w + rho g/|g|                                   grad L(w~)
+CrAM        C(w + rho g)                                    M * grad L(w~)
+CrAM+       C(w + rho g)                                    M * grad L(w~) + g
+C-SAM       C(w + rho h/|h|), h = M_w * grad L(C(w))        M * grad L(w~)
+Top-K       C(w)                                            grad L(w~), dense
+Top-K+      C(w)                                            M * grad L(w~) + g
 """
 
 import copy
 
 import pytest
 import torch
-from nets import OPERATORS, ConvNet, closure_for, images
+from nets import OPERATORS, RULES, ConvNet, closure_for, images
 from torch.nn.functional import cross_entropy
 
-from torchcram import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, Chain, CrAM, GlobalTopK
-from torchcram import NM as NMOperator
-from torchcram import Quantize, UniformTopK
+from torchcram import NM, Chain, CrAM, GlobalTopK, Quantize, UniformTopK
 
-RULES = [SAM, CRAM, CRAM_PLUS, C_SAM, TOPK, TOPK_PLUS]
 LAYERS = ["conv1.weight", "up.weight", "fc.weight", "unused.weight"]
 RHO = 0.1
 
@@ -57,8 +54,10 @@ def compress(operator, w):
         parts = kept.split([w[n].numel() for n in LAYERS])
         mask = {n: part.view(w[n].shape) for n, part in zip(LAYERS, parts, strict=True)}
     elif isinstance(operator, UniformTopK):
-        mask = {n: largest(w[n], w[n].numel() - round(operator.sparsity * w[n].numel())) for n in LAYERS}
-    elif isinstance(operator, NMOperator):
+        mask = {
+            n: largest(w[n], w[n].numel() - round(operator.sparsity * w[n].numel())) for n in LAYERS
+        }
+    elif isinstance(operator, NM):
         mask = {}
         for n in LAYERS:
             rows = inputs_last(n, w[n])
@@ -92,11 +91,18 @@ def gradient(model, w, batch):
         for name, parameter in model.named_parameters():
             parameter.copy_(w[name])
     cross_entropy(model(batch[0]), batch[1]).backward()
-    return {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
+    return {
+        n: p.grad if p.grad is not None else torch.zeros_like(p)
+        for n, p in model.named_parameters()
+    }
 
 
 def times(mask, g):
-    return g if mask is None else {n: torch.where(mask[n], g[n], 0.0) if n in mask else g[n] for n in g}
+    return (
+        g
+        if mask is None
+        else {n: torch.where(mask[n], g[n], 0.0) if n in mask else g[n] for n in g}
+    )
 
 
 def ascend(w, g, normalize):
@@ -107,7 +113,10 @@ def ascend(w, g, normalize):
 def oracle(rule, model, operator, batch, *, sparse, normalize):
     w = {name: p.detach().clone() for name, p in model.named_parameters()}
     g = gradient(model, w, batch)
-    keep = (lambda mask: mask) if sparse else (lambda mask: None)
+
+    def keep(mask):
+        return mask if sparse else None
+
     if rule == "SAM":
         return gradient(model, ascend(w, g, normalize), batch)
     if rule in ("Top-K", "Top-K+"):

@@ -4,8 +4,7 @@ import io
 
 import pytest
 import torch
-from nets import ConvNet, closure_for, images, same, snapshot
-from test_oracle import RULES
+from nets import RULES, ConvNet, closure_for, images, same, snapshot
 from torch.optim import SGD, AdamW
 
 from torchcram import Chain, CrAM, GlobalTopK, Quantize, UniformTopK
@@ -70,7 +69,7 @@ def test_the_state_is_that_of_the_base_and_of_the_draws():
 
 
 def test_groups_stay_shared_after_loading():
-    model, optimizer = build(SGD, RULES[2], 1)
+    _, optimizer = build(SGD, RULES[2], 1)
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = 0.123
     assert optimizer.base.param_groups[0]["lr"] == 0.123

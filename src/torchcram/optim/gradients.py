@@ -13,7 +13,7 @@ import torch
 from torchcram.weights import zero_unmasked_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -68,7 +68,7 @@ def add_gradients(gradients: Gradients) -> None:
 
 
 @torch.no_grad()
-def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], scale: float | Tensor) -> None:
+def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tensor) -> None:
     """Adds scale * others to `tensors`; a `scale` that is a tensor stays on its device."""
     if not tensors:
         return
@@ -84,9 +84,10 @@ def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], scale: floa
         torch._foreach_add_(ours, torch._foreach_mul(theirs, scale.to(device)))
 
 
-def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
+def norm(tensors: list[Tensor], order: float) -> Tensor:
     """Returns the norm of all `tensors` together, on the device of the first."""
-    each = torch._foreach_norm(tensors, order)
+    each = list(torch._foreach_norm(tensors, order))
     if len({one.device for one in each}) > 1:
         each = [one.to(each[0].device) for one in each]
-    return torch.linalg.vector_norm(torch.stack(list(each)), order)
+    together: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
+    return together

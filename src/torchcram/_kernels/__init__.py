@@ -1,0 +1,17 @@
+"""Triton kernels that treat a whole list of CUDA tensors in one launch.
+
+A model has many weights, most of them small, so one launch per tensor would cost more than the work
+itself. Programs work on chunks, which a table finds for them. Nothing waits for the host: counts,
+thresholds and masks stay on the device.
+
+The key of a value is its bit pattern without the sign; for floating point, larger magnitude means
+larger key, with infinities and NaN on top. Tensors with the same segment number are ranked
+together. The programs of a selection wait for one another between its passes, which a cooperative
+launch makes safe.
+"""
+
+from torchcram._kernels.select import keep_largest
+from torchcram._kernels.table import KEYS, layout, walk_alike
+from torchcram._kernels.zero import zero_unmasked_
+
+__all__ = ["KEYS", "keep_largest", "layout", "walk_alike", "zero_unmasked_"]

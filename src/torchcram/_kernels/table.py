@@ -1,0 +1,142 @@
+"""Where the chunks of a list of tensors lie."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+CHUNK = 4096  # elements treated at a time
+WARPS = 4  # that share them
+KEYS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int16}
+ROW = tl.constexpr(5)  # columns of Table.chunks
+INFO = tl.constexpr(5)  # columns of Table.info
+SEGMENT = tl.constexpr(4)  # columns of Table.segments
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory: rows of (channels, spatial), stored as (spatial, channels)."""
+
+    numel: int
+    channels: int = 1
+    spatial: int = 1
+
+
+class Table(NamedTuple):
+    """Where the chunks of a list of tensors are, and what is ranked together.
+
+    A row of `chunks` holds: the first element (`_rows` makes an address of it), how many elements
+    there are from there to the end of the tensor, the offset of the mask, the segment, the tensor.
+    """
+
+    chunks: Tensor  # (chunks + 1, ROW); the last row is there to be read ahead
+    info: Tensor  # (tensors, INFO): numel, channels, spatial, first chunk, last chunk
+    segments: Tensor  # (segments, SEGMENT): first chunk, chunks, numel
+    offsets: tuple[int, ...]  # where the mask of each tensor begins in the flat mask
+    size: int  # of the flat mask
+    packed: bool  # whether it has no gaps
+
+
+def layout(tensor: Tensor) -> Layout | None:
+    """Returns how `tensor` lies in memory, or None where the kernels cannot walk it."""
+    if tensor.is_contiguous():
+        return Layout(tensor.numel())
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if form is not None and tensor.is_contiguous(memory_format=form):
+        return Layout(tensor.numel(), tensor.shape[1], tensor[0, 0].numel())
+    return None
+
+
+def walk_alike(tensor: Tensor, mask: Tensor) -> bool:
+    """Returns whether `zero_unmasked_` can walk `tensor` and `mask` side by side."""
+    if not mask.is_cuda or tensor.dtype not in KEYS:
+        return False
+    if tensor.is_contiguous():
+        return mask.is_contiguous()
+    return tensor.stride() == mask.stride() and layout(tensor) is not None
+
+
+def _layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
+    if _all_contiguous(tensors):
+        return _flat(tuple([tensor.numel() for tensor in tensors]))
+    return tuple([layout(tensor) or Layout(tensor.numel()) for tensor in tensors])
+
+
+def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    return False not in [tensor.is_contiguous() for tensor in tensors]
+
+
+@functools.lru_cache(maxsize=64)
+def _flat(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+    return tuple(Layout(size) for size in sizes)
+
+
+def _to_device(values: Sequence[object], device: torch.device) -> Tensor:
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return _to_device(values, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(
+    layouts: tuple[Layout, ...], segments: tuple[int, ...], device: torch.device, chunk: int
+) -> Table:
+    chunks: list[tuple[int, ...]] = []
+    groups: dict[int, list[int]] = {}
+    info, offsets, size = [], [], 0
+    for tensor, (lay, segment) in enumerate(zip(layouts, segments, strict=True)):
+        first = len(chunks)
+        chunks += [
+            (start, lay.numel - start, size + start, segment, tensor)
+            for start in range(0, lay.numel, chunk)
+        ]
+        info.append((*lay, first, len(chunks) - 1))
+        offsets.append(size)
+        size += -(-lay.numel // 16) * 16  # masks begin at multiples of 16 bytes
+        group = groups.setdefault(segment, [first, 0, 0, 0])
+        group[1] = len(chunks) - group[0]
+        group[2] += lay.numel
+    chunks.append(chunks[-1])
+    packed = size == sum(lay.numel for lay in layouts)
+    return Table(
+        _to_device(chunks, device),
+        _to_device(info, device),
+        _to_device(list(groups.values()), device),
+        offsets=tuple(offsets),
+        size=size,
+        packed=packed,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(
+    pointers: tuple[int, ...],
+    layouts: tuple[Layout, ...],
+    segments: tuple[int, ...],
+    device: torch.device,
+    *,
+    itemsize: int,
+    chunk: int,
+) -> Tensor:
+    """The chunks of a table with addresses for offsets."""
+    rows = _table(layouts, segments, device, chunk).chunks.clone()
+    rows[:, 0] *= itemsize
+    rows[:, 0] += _to_device(pointers, device)[rows[:, 4]]
+    return rows
+
+
+def _pointers(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:
+    """Returns the addresses of `tensors`, and whether all are multiples of 16 bytes."""
+    pointers = tuple([tensor.data_ptr() for tensor in tensors])
+    return pointers, max([pointer % 16 for pointer in pointers]) == 0
