@@ -17,7 +17,7 @@ from torchcram.selection import keep_largest
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:.*(leaves dense|one scale per output)"),
+    pytest.mark.filterwarnings("ignore:.*(leaves dense|one scale per output|debug mode is a)"),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
