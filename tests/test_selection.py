@@ -83,6 +83,27 @@ def test_blocks_are_seamless(monkeypatch):
         assert all(map(torch.equal, keep_largest(tensors, keep), expected))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", [4, 64, 10_000])
+def test_a_sample_changes_nothing(monkeypatch, kind, dtype, sample):
+    monkeypatch.setattr(selection, "SMALL", 0)
+    monkeypatch.setattr(selection, "SAMPLE", sample)
+    tensors = [make(kind, shape, dtype, i) for i, shape in enumerate([(400,), (30, 21), (5,)])]
+    for keep in (0, 1, 50, 500, 1034, 1035):
+        assert all(map(torch.equal, keep_largest(tensors, keep), by_sorting(tensors, keep)))
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_a_sample_that_misleads_changes_nothing(monkeypatch, factor):
+    monkeypatch.setattr(selection, "SMALL", 0)
+    monkeypatch.setattr(selection, "SAMPLE", 100)
+    x = torch.rand(10_000) + 1
+    x[::100] *= factor  # what the sample sees is not what the rest is like
+    for keep in (150, 5000, 9850):
+        assert torch.equal(keep_largest([x], keep)[0], by_sorting([x], keep)[0])
+
+
 def test_mixed_dtypes_are_compared_by_value():
     tensors = [make("distinct", (40,), dtype, i) for i, dtype in enumerate(DTYPES)]
     masks = keep_largest(tensors, 50)

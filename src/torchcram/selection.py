@@ -2,9 +2,10 @@
 
 The key of a value is its bit pattern without the sign, an integer that orders as the magnitude does
 (infinities above all numbers, NaN above those). The k-th largest key is found from the highest bits
-down: count the keys by their next few bits, see which bin holds the k-th, go on within it. Nothing
-is concatenated or sorted, and the only thing shared between tensors is a short vector of counts,
-which `reduce` may sum over processes.
+down: count the keys by their next few bits, see which bin holds the k-th, go on within it. For many
+weights a sample first tells about where it is, and only keys near there are looked at twice. The
+weights are neither concatenated nor sorted, and the only thing shared between tensors is a short
+vector of counts, which `reduce` may sum over processes.
 
 Of equal keys at the threshold those that come first are kept: tensor order, then row-major index.
 """
@@ -22,8 +23,10 @@ from torchcram.weights import cuda_kernels
 Reduce = Callable[[Tensor], None]
 """Sums a tensor of counts over processes, in place."""
 
-BLOCK = 1 << 18  # elements treated at a time on the CPU: keys and bins stay in the cache
+BLOCK = 1 << 20  # elements treated at a time, so that what is computed on the way stays small
 WIDTH = 11  # bits per level
+SAMPLE = 1 << 16  # keys that tell about where the k-th is
+SMALL = 1 << 20  # elements up to which a sample is not worth it
 _INTEGERS = {
     torch.float32: torch.int32,
     torch.bfloat16: torch.int16,
@@ -89,21 +92,47 @@ def keep_largest_each(tensors: Sequence[Tensor], keep: Sequence[int]) -> list[Te
 def kth_largest(tensors: Sequence[Tensor], k: int, *, reduce: Reduce | None = None) -> Threshold:
     """Finds the k-th largest key over all `tensors`, which share a dtype."""
     bits = torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
-    blocks: Iterable[Tensor] = _Blocks(tensors)
-    device = tensors[0].device
+    if reduce is not None or sum(tensor.numel() for tensor in tensors) < SMALL:
+        return _by_bits(_Blocks(tensors), k, bits, reduce)
+    low, high = _guess(tensors, k)
+    above, blocks = 0, []
+    for keys in _Blocks(tensors):
+        above += int(torch.count_nonzero(keys > high))
+        blocks.append(keys[(keys >= low) & (keys <= high)])
+    if above < k <= above + sum(keys.numel() for keys in blocks):
+        return _by_bits(blocks, k - above, bits, None)
+    return _by_bits(_Blocks(tensors), k, bits, None)  # the sample misled
+
+
+def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
+    """An interval that most likely holds the k-th largest key, from a sample of them."""
+    total = sum(tensor.numel() for tensor in tensors)
+    step = -(-total // SAMPLE)
+    flat = (tensor.detach().reshape(-1)[::step] for tensor in tensors)
+    keys = torch.cat([magnitude_keys(part) for part in flat]).sort(descending=True).values
+    rank = k / total * len(keys)
+    margin = 5 * (rank * (1 - min(rank / len(keys), 1))) ** 0.5 + 8
+    last = torch.iinfo(keys.dtype).max
+    high = int(keys[int(rank - margin)]) if rank > margin else last
+    low = int(keys[int(rank + margin)]) if rank + margin < len(keys) else 0
+    return low, high
+
+
+def _by_bits(blocks: Iterable[Tensor], k: int, bits: int, reduce: Reduce | None) -> Threshold:
+    """Finds the k-th largest of the keys in `blocks`, WIDTH bits at a time."""
     prefix, rank = 0, k
-    for high in range(bits, 0, -WIDTH):
-        low = max(high - WIDTH, 0)
-        bins = 1 << (high - low)
-        counts = torch.zeros(bins, dtype=torch.int64, device=device)
+    for top in range(bits, 0, -WIDTH):
+        low = max(top - WIDTH, 0)
+        bins = 1 << (top - low)
+        counts = torch.zeros(bins, dtype=torch.int64)
         for keys in blocks:
-            counts += torch.bincount((keys >> low) & (bins - 1), minlength=bins).to(device)
+            counts += torch.bincount((keys >> low) & (bins - 1), minlength=bins).cpu()
         if reduce is not None:
             reduce(counts)
         at_or_above = counts.flip(0).cumsum(0).flip(0)
         here = int((at_or_above >= rank).sum()) - 1  # the highest bin that at least `rank` reach
         rank -= int(at_or_above[here] - counts[here])
-        prefix = (prefix << (high - low)) | here
+        prefix = (prefix << (top - low)) | here
         if low:
             blocks = [keys[(keys >> low) == prefix] for keys in blocks]
     return Threshold(prefix, rank)
