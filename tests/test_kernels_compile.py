@@ -1,0 +1,59 @@
+"""The CUDA kernels compile for a GPU that is not there; interpreting them does not show that."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import triton.language as tl
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torchcram._kernels.select import REGISTERS, _select_kernel
+from torchcram._kernels.table import CHUNK, WARPS
+from torchcram._kernels.zero import _zero_kernel
+
+SHORT = {name: "*i32" for name in ("counts", "found", "until", "signals")}
+OTHER = {"mask": "*i1", "chunk_count": "i32", "segment_count": "i32"}
+
+
+def compile_(kernel, constants, **options):
+    types = {**dict.fromkeys(kernel.arg_names, "*i64"), **SHORT, **OTHER}
+    signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
+    values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    options = {"num_warps": WARPS, **options}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "ptx" in made.asm
+    print(kernel.__name__, constants["KEY"], "ok")
+
+
+for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
+    common = {"KEY": key, "ALIGNED": True, "SIZE": CHUNK}
+    for copies in (1, 8):
+        compile_(
+            _select_kernel,
+            {**common, "SIGN": sign, "COPIES": copies},
+            maxnreg=REGISTERS,
+            launch_cooperative_grid=True,
+        )
+    compile_(_zero_kernel, common)
+"""
+
+
+def test_kernels_compile_for_compute_capability_9():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert out.stdout.count("ok") == 6
