@@ -95,7 +95,7 @@ def works(device: torch.device) -> dict[str, Work]:
     if device.type == "cuda":
         small, large, tokens, steps = 128, 128, (16, 384), 10
     else:
-        small, large, tokens, steps = 32, 4, (1, 64), 2
+        small, large, tokens, steps = 32, 16, (2, 128), 2
     sizes = {"resnet50": 224 if device.type == "cuda" else 64, "resnet50-64": 64}
     residual = {
         name: Work(

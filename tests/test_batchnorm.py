@@ -27,6 +27,20 @@ def test_every_batch_norm_is_one_that_freezes(layer):
     assert not same(buffers(model), before)
 
 
+def test_instance_norm_freezes_too():
+    model = nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True))
+    x = images()[0]
+    expected = model(x)
+    before = buffers(model)
+    with frozen_statistics(model):
+        assert torch.equal(model(x), expected)
+    assert same(buffers(model), before)
+    model.eval()
+    evaluated = model(x)
+    with frozen_statistics(model):
+        assert torch.equal(model(x), evaluated)
+
+
 def test_batch_statistics_normalise_while_frozen():
     model = ConvNet()
     x, _ = images()

@@ -2,7 +2,15 @@ import pytest
 import torch
 from nets import OPERATORS, ConvNet, same, snapshot
 
-from torchcram import GlobalTopK, compress, compress_, compressible_weights, masks_of, sparsity
+from torchcram import (
+    GlobalTopK,
+    Operator,
+    compress,
+    compress_,
+    compressible_weights,
+    masks_of,
+    sparsity,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaves dense")
 
@@ -37,5 +45,47 @@ def test_transposed_layers_stay_known_in_the_copy():
 
 
 def test_foreign_weights_are_refused():
-    with pytest.raises(ValueError, match=r"'fc\.weight' is not a parameter"):
+    with pytest.raises(ValueError, match=r"'fc\.weight'\] is not a parameter"):
         compress(ConvNet(), GlobalTopK(0.5), weights={"fc.weight": torch.zeros(5, 4)})
+
+
+def test_in_place_too_only_on_weights_of_the_model():
+    model, other = ConvNet(), ConvNet()
+    with pytest.raises(ValueError, match="is not a parameter"):
+        compress_(other, "global:0.9", weights=compressible_weights(model))
+    assert sparsity(compressible_weights(model)) == 0
+
+
+@pytest.mark.parametrize("target", ["global:0.3-0.9", "global:0.5+uniform:0.3-0.9"])
+def test_a_range_is_refused_before_anything_is_touched(target):
+    model = ConvNet()
+    with pytest.raises(ValueError, match="range to train over"):
+        compress_(model, target)
+    assert sparsity(compressible_weights(model)) == 0
+
+
+def test_what_is_no_operator_is_refused():
+    with pytest.raises(ValueError, match=r"0\.9 is neither an Operator nor text"):
+        compress_(ConvNet(), 0.9)
+
+
+def test_compression_inside_autocast_is_seen():
+    model = ConvNet().eval()
+    x = torch.randn(2, 4, 6, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        compress_(model, "global:0.9")
+        after = model(x)
+    assert not torch.equal(before, after)
+
+
+def test_operators_of_others_need_no_decoration():
+    class Halve(Operator):
+        def compress_(self, weights):
+            for weight in weights.values():
+                weight.mul_(0.5)
+
+    model = ConvNet()
+    before = model.fc.weight.detach().clone()
+    assert compress_(model, Halve()) is None
+    assert torch.equal(model.fc.weight, before * 0.5)

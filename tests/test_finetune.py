@@ -3,7 +3,7 @@ import torch
 from nets import ConvNet, closure_for, images, same, snapshot
 from torch.optim import LBFGS, SGD, AdamW
 
-from torchcram import GlobalTopK, compress_, compressible_weights, hold_masks, sparsity
+from torchcram import CRAM, CrAM, GlobalTopK, compress_, compressible_weights, hold_masks, sparsity
 
 
 def build(kind, **options):
@@ -82,3 +82,38 @@ def test_masks_that_do_not_fit_are_refused(name, mask, says):
     with pytest.raises(ValueError, match=says):
         hold_masks(optimizer, weights, {**masks, name: mask})
     assert same(snapshot(model), before)
+
+
+def test_moments_that_are_there_already_are_cleared():
+    model, optimizer, weights, masks = build(AdamW)
+    optimizer.step(closure_for(model, optimizer, images()))
+    hold_masks(optimizer, weights, masks)
+    for name in ("conv1.weight", "fc.weight"):
+        assert all((state[~masks[name]] == 0).all() for state in moments(optimizer, weights[name]))
+
+
+def test_with_cram_closure_and_context_take_the_same_step():
+    def trained(with_closure):
+        torch.manual_seed(0)
+        model, base, weights, masks = build(SGD)
+        optimizer = CrAM(model, base, GlobalTopK(0.5), rho=2.0, rule=CRAM)
+        hold_masks(optimizer, weights, masks)
+        batch = images()
+        closure = closure_for(model, optimizer, batch)
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            with optimizer.compressed():
+                closure()
+            optimizer.step()
+        return snapshot(model)
+
+    one, two = trained(True), trained(False)
+    assert all(torch.equal(one[n], two[n]) for n in one if "running" not in n and "num_" not in n)
+
+
+def test_no_masks_to_hold():
+    model, optimizer, weights, _ = build(SGD)
+    with pytest.raises(ValueError, match="the operator has none"):
+        hold_masks(optimizer, weights, compress_(model, "int4"))

@@ -4,7 +4,7 @@ from nets import ConvNet
 from torch import nn
 
 from torchcram import compressible_weights, masks_of, sparsity
-from torchcram.weights import apply_masks_, output_dim, reduction_last
+from torchcram.weights import apply_masks_, reduction_last, weights_in
 
 
 def test_only_convolutions_and_linear_layers_by_module_type():
@@ -21,7 +21,7 @@ def test_only_convolutions_and_linear_layers_by_module_type():
     model.register_parameter("token", nn.Parameter(torch.zeros(3, 3)))
     names = list(compressible_weights(model))
     assert names == ["conv.weight", "up.weight", "att.out_proj.weight", "fc.weight"]
-    assert compressible_weights(model).transposed == {"up.weight"}
+    assert compressible_weights(model).transposed == {"up.weight": 1}
 
 
 def test_tied_weights_appear_once_and_embeddings_never():
@@ -74,14 +74,32 @@ def test_bad_patterns_and_nothing_left():
 
 def test_the_reduction_dimension_comes_last():
     weights = compressible_weights(ConvNet())
-    conv = reduction_last(weights["conv1.weight"], output_dim(weights, "conv1.weight"))
-    up = reduction_last(weights["up.weight"], output_dim(weights, "up.weight"))
-    assert conv.shape == (8, 3, 3, 4)
-    assert up.shape == (4, 2, 2, 8)
-    assert torch.equal(conv[3, 1, 2], weights["conv1.weight"][3, :, 1, 2])
-    assert torch.equal(up[3, 1, 0], weights["up.weight"][:, 3, 1, 0])
+    conv = reduction_last(weights, "conv1.weight")
+    up = reduction_last(weights, "up.weight")
+    assert conv.shape == (1, 8, 3, 3, 4)
+    assert up.shape == (1, 4, 2, 2, 8)
+    assert torch.equal(conv[0, 3, 1, 2], weights["conv1.weight"][3, :, 1, 2])
+    assert torch.equal(up[0, 3, 1, 0], weights["up.weight"][:, 3, 1, 0])
     with pytest.raises(ValueError, match=r"'b'.*shape \(4,\)"):
-        output_dim({"b": torch.zeros(4)}, "b")
+        reduction_last({"b": torch.zeros(4)}, "b")
+
+
+def test_groups_of_transposed_convolutions_are_apart():
+    model = nn.Sequential(nn.ConvTranspose2d(8, 6, 3, groups=2))
+    weights = compressible_weights(model)
+    view = reduction_last(weights, "0.weight")
+    assert view.shape == (2, 3, 3, 3, 4)
+    assert torch.equal(view[1, 2, 0, 1], weights["0.weight"][4:, 2, 0, 1])
+
+
+def test_a_plain_mapping_gets_its_layers_back():
+    model = ConvNet()
+    plain = dict(compressible_weights(model, only="up|fc"))
+    assert weights_in(model, plain).transposed == {"up.weight": 1}
+    with pytest.raises(
+        ValueError, match=r"weights\['up.weight'\] is not a parameter of this ConvNet"
+    ):
+        weights_in(ConvNet(), plain)
 
 
 def test_masks_zero_without_a_trace_and_come_back_from_zeros():

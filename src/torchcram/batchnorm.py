@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 @contextmanager
@@ -26,13 +27,19 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
         modules.extend(child for child in module._modules.values() if child is not None)
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             layers.append(module)
-    for layer in layers:
-        layer.track_running_stats = False
+    # instance norm updates its buffers whatever the flag says, so they are taken away meanwhile
+    taken = [(layer, dict(layer._buffers)) for layer in layers if isinstance(layer, _InstanceNorm)]
     try:
+        for layer in layers:
+            layer.track_running_stats = False
+        for layer, buffers in taken:
+            layer._buffers.update(dict.fromkeys(buffers))
         yield
     finally:
         for layer in layers:
             layer.track_running_stats = True
+        for layer, buffers in taken:
+            layer._buffers.update(buffers)
 
 
 @torch.no_grad()

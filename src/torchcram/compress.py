@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from torchcram.operators import Operator, parse_operator
-from torchcram.weights import LayerWeights, compressible_weights
+import torch
+
+from torchcram.operators import Operator, as_operator
+from torchcram.weights import weights_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights
 
 
+@torch.no_grad()
 def compress_(
     model: nn.Module, operator: Operator | str, *, weights: Weights | None = None
 ) -> Masks | None:
@@ -24,24 +27,20 @@ def compress_(
         operator: an operator, or its text, such as "global:0.9".
         weights: what to compress; by default all `compressible_weights(model)`.
     """
-    operator = parse_operator(operator) if isinstance(operator, str) else operator
-    return operator.compress_(compressible_weights(model) if weights is None else weights)
+    operator = as_operator(operator)
+    if operator.is_range:
+        raise ValueError(f"{operator} is a range to train over; to compress, give one sparsity")
+    masks = operator.compress_(weights_in(model, weights))
+    torch.clear_autocast_cache()  # it may hold copies of the weights
+    return masks
 
 
 def compress(
     model: nn.Module, operator: Operator | str, *, weights: Weights | None = None
 ) -> nn.Module:
     """Returns a compressed copy of `model`, which itself stays as it is; see `compress_`."""
-    operator = parse_operator(operator) if isinstance(operator, str) else operator
-    weights = compressible_weights(model) if weights is None else weights
-    original = dict(model.named_parameters())
-    for name, weight in weights.items():
-        if original.get(name) is not weight:
-            raise ValueError(f"{name!r} is not a parameter of this {type(model).__name__}")
+    names = weights_in(model, weights).keys()
     twin = copy.deepcopy(model)
     parameters = dict(twin.named_parameters())
-    theirs = LayerWeights(
-        {name: parameters[name] for name in weights}, getattr(weights, "transposed", ())
-    )
-    compress_(twin, operator, weights=theirs)
+    compress_(twin, operator, weights={name: parameters[name] for name in names})
     return twin

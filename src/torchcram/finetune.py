@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.optim import Optimizer
 
 from torchcram.weights import apply_masks_, zero_unmasked_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from torchcram.weights import Masks, Weights
 
@@ -24,11 +24,21 @@ class HeldMasks:
     def __init__(self, optimizer: Optimizer, weights: Weights, masks: Masks) -> None:
         self._weights = {name: weights[name] for name in masks}
         self._masks = masks
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
         apply_masks_(self._weights, masks)
+        for name, mask in masks.items():
+            moments = [
+                value
+                for value in optimizer.state.get(weights[name], {}).values()
+                if isinstance(value, torch.Tensor) and value.shape == mask.shape
+            ]
+            zero_unmasked_(moments, [mask] * len(moments))
+        self._handles: list[RemovableHandle] = [
+            weight.register_post_accumulate_grad_hook(self._masking(masks[name]))
+            for name, weight in self._weights.items()
+            if weight.requires_grad
+        ]
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
         """Lets go of the masks."""
@@ -38,50 +48,32 @@ class HeldMasks:
     def __enter__(self) -> HeldMasks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _before_step(
-        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Masks the gradients: those there are, and those that a closure is still to compute."""
-        self._mask_gradients()
-        if kwargs.get("closure") is not None:
-            kwargs = {**kwargs, "closure": self._masking(kwargs["closure"])}
-        # args may or may not begin with the optimizer itself
-        return tuple(self._masking(arg) if _is_closure(arg) else arg for arg in args), kwargs
+    @staticmethod
+    def _masking(mask: Tensor) -> Callable[[Tensor], None]:
+        def mask_gradient(weight: Tensor) -> None:
+            if weight.grad is not None:
+                zero_unmasked_([weight.grad], [mask])
 
-    def _after_step(self, *_: object) -> None:
-        apply_masks_(self._weights, self._masks)
+        return mask_gradient
 
-    def _masking(self, closure: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def masked() -> Tensor:
-            loss = closure()
-            self._mask_gradients()
-            return loss
-
-        return masked
-
-    def _mask_gradients(self) -> None:
+    def _before_step(self, *_: object) -> None:
+        """Masks gradients that did not come from backward."""
         found = {name: w.grad for name, w in self._weights.items() if w.grad is not None}
         zero_unmasked_(list(found.values()), [self._masks[name] for name in found])
 
-
-def _is_closure(argument: object) -> bool:
-    return callable(argument) and not isinstance(argument, Optimizer)
+    def _after_step(self, *_: object) -> None:
+        apply_masks_(self._weights, self._masks)
 
 
 def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMasks:
     """Zeroes `weights` where `masks` are False and keeps them so in every step of `optimizer`.
 
-    Gradients are masked before a step and weights after it, so that momentum and the moments of
-    Adam stay zero where a weight is pruned. Works with any optimizer, with and without a closure,
-    `CrAM` included.
+    Gradients are masked as they come and weights after every step, so that momentum and the moments
+    of Adam, too, are zero where a weight is pruned. Works with any optimizer, with and without a
+    closure, `CrAM` included.
 
     Args:
         optimizer: the one that trains the weights.
@@ -92,6 +84,8 @@ def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMask
         ValueError: if a mask has no weight, another shape or another dtype, or the optimizer trains
             none of them; nothing is changed then.
     """
+    if masks is None:
+        raise ValueError("there are no masks to hold: the operator has none (masks is None)")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, mask in masks.items():
         if name not in weights:

@@ -109,7 +109,7 @@ def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
     total = sum(tensor.numel() for tensor in tensors)
     step = -(-total // SAMPLE)
     flat = (tensor.detach().reshape(-1)[::step] for tensor in tensors)
-    keys = torch.cat([magnitude_keys(part) for part in flat]).sort(descending=True).values
+    keys = torch.cat([magnitude_keys(part).cpu() for part in flat]).sort(descending=True).values
     rank = k / total * len(keys)
     margin = 5 * (rank * (1 - min(rank / len(keys), 1))) ** 0.5 + 8
     last = torch.iinfo(keys.dtype).max

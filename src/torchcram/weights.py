@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,32 +22,55 @@ Masks = Mapping[str, Tensor]
 
 
 class LayerWeights(dict[str, Tensor]):
-    """Weights that remember which of their layers are transposed convolutions.
+    """Weights that remember which of their layers are transposed convolutions, and their groups.
 
-    Operators work on any mapping; this one also tells them where the output channels of each weight
-    are. Weights in a plain mapping count as those of Linear and ordinary convolution layers.
+    Operators work on any mapping; this one also tells them where the outputs and inputs of each
+    weight are. Weights in a plain mapping count as those of Linear and ordinary convolution layers.
     """
 
-    def __init__(self, weights: Weights, transposed: Iterable[str] = ()) -> None:
+    def __init__(self, weights: Weights, transposed: Mapping[str, int] | None = None) -> None:
         super().__init__(weights)
-        self.transposed = frozenset(transposed)
+        self.transposed = dict(transposed or {})
 
     def like(self, tensors: Weights) -> LayerWeights:
         """Returns `tensors` (scores of these weights, say) with the same layers behind them."""
         return LayerWeights(tensors, self.transposed)
 
 
-def output_dim(weights: Weights, name: str) -> int:
-    """Returns the dimension of a weight that counts output channels: 0, transposed layers 1."""
-    if weights[name].dim() < 2:
-        shape = tuple(weights[name].shape)
+def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) -> Tensor:
+    """Views a weight as (groups, outputs, *kernel positions, inputs): sums run over the last one.
+
+    Args:
+        weights: all weights.
+        name: of the one to view.
+        tensor: something of its shape, its mask say, to view in its stead.
+    """
+    tensor = weights[name] if tensor is None else tensor
+    if tensor.dim() < 2:
+        shape = tuple(tensor.shape)
         raise ValueError(f"{name!r} of shape {shape} has no output and input dimension")
-    return 1 if name in getattr(weights, "transposed", ()) else 0
+    transposed: Mapping[str, int] = getattr(weights, "transposed", {})
+    groups = transposed.get(name)
+    if groups is None:  # (outputs, inputs, *kernel)
+        return tensor.unsqueeze(0).movedim(2, -1)
+    view: Tensor = tensor.unflatten(0, (groups, -1))  # (groups, inputs, outputs, *kernel)
+    return view.movedim(1, -1)
 
 
-def reduction_last(weight: Tensor, output_dim: int) -> Tensor:
-    """Views a weight as (outputs, *kernel positions, inputs): sums run over the last dimension."""
-    return weight.movedim((output_dim, 1 - output_dim), (0, -1))
+def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
+    """Returns `weights` with the layers behind them; None stands for all compressible ones.
+
+    Raises:
+        ValueError: if one of them is not the parameter of `model` with that name.
+    """
+    if weights is None:
+        return compressible_weights(model)
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if parameters.get(name) is not weight:
+            raise ValueError(f"weights[{name!r}] is not a parameter of this {type(model).__name__}")
+    known = _layer_weights(model).transposed
+    return LayerWeights(weights, {name: known[name] for name in weights if name in known})
 
 
 def compressible_weights(
@@ -92,7 +115,8 @@ def compressible_weights(
             f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave nothing out of: "
             + ", ".join(names)
         )
-    return LayerWeights({name: found[name] for name in chosen}, found.transposed & set(chosen))
+    transposed = {name: found.transposed[name] for name in chosen if name in found.transposed}
+    return LayerWeights({name: found[name] for name in chosen}, transposed)
 
 
 def _layer_weights(model: nn.Module) -> LayerWeights:
@@ -107,15 +131,16 @@ def _layer_weights(model: nn.Module) -> LayerWeights:
         for module in model.modules()
         if isinstance(module, (_ConvNd, nn.Linear)) and module._parameters.get("weight") is not None
     }
-    weights, transposed = {}, []
+    weights, transposed = {}, {}
     for name, parameter in model.named_parameters():  # yields a tied parameter once
         if id(parameter) not in layers or id(parameter) in embeddings:
             continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} has no shape yet: run one batch through the model first")
         weights[name] = parameter
-        if isinstance(layers[id(parameter)], _ConvTransposeNd):
-            transposed.append(name)
+        layer = layers[id(parameter)]
+        if isinstance(layer, _ConvTransposeNd):
+            transposed[name] = layer.groups
     return LayerWeights(weights, transposed)
 
 

@@ -15,6 +15,8 @@ LAYERS = {
     "conv": (lambda: nn.Conv2d(8, 6, 3), True),
     "channels last": (lambda: nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last), True),
     "transposed": (lambda: nn.ConvTranspose2d(8, 6, 3), True),
+    "grouped transposed": (lambda: nn.ConvTranspose2d(8, 6, 3, groups=2), True),
+    "depthwise transposed": (lambda: nn.ConvTranspose2d(8, 8, 3, groups=8), False),
     "odd transposed": (lambda: nn.ConvTranspose2d(6, 8, 3), False),
     "conv1d": (lambda: nn.Conv1d(4, 3, 5), True),
     "linear": (lambda: nn.Linear(12, 5), True),
@@ -25,7 +27,7 @@ LAYERS = {
 def kept_per_group(weight, transposed, group):
     """Counts nonzeros along the input dimension, group by group."""
     rows = weight.transpose(0, 1) if transposed else weight
-    rows = rows.reshape(rows.shape[0], rows.shape[1], -1)
+    rows = rows.reshape(rows.shape[0], rows.shape[1], -1)  # groups of channels do not cross 4
     counts = [part.ne(0).sum(1) for part in rows.split(group, dim=1)]
     return set(torch.stack(counts).flatten().tolist())
 

@@ -94,3 +94,13 @@ def test_pruning_then_quantizing_keeps_the_mask():
 def test_bad_values_are_refused(bad):
     with pytest.raises(ValueError, match="Quantize"):
         Quantize(**bad)
+
+
+def test_depthwise_transposed_convolutions_scale_per_output_channel_too():
+    layer = nn.ConvTranspose2d(8, 8, 3, groups=8)
+    with torch.no_grad():
+        layer.weight.mul_(10.0 ** -torch.arange(8.0).view(8, 1, 1, 1))
+    before = layer.weight.detach().clone()
+    Quantize(4).compress_(compressible_weights(nn.Sequential(layer)))
+    for old, new in zip(before, layer.weight.detach(), strict=True):
+        torch.testing.assert_close(new.reshape(-1), by_formula(old.reshape(-1), 4))

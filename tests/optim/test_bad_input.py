@@ -1,5 +1,7 @@
 """What is refused, and that the weights are as before then."""
 
+import copy
+
 import pytest
 import torch
 from nets import RULES, ConvNet, closure_for, images, mlp, same, snapshot
@@ -7,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK, compressible_weights
+from torchcram import C_SAM, CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK, Operator, compressible_weights
 
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
@@ -22,7 +24,9 @@ def make(model=None, operators=None, base=None, **options):
     ("options", "says"),
     [
         ({"operators": []}, r"CrAM\+ needs at least one operator"),
-        ({"operators": ["global:0.5"]}, "'global:0.5' is not an Operator"),
+        ({"operators": [0.5]}, r"0\.5 is neither an Operator nor text"),
+        ({"operators": "global:7"}, "cannot read|not in"),
+        ({"rule": "CrAM+"}, r"rule='CrAM\+' is not an UpdateRule"),
         ({"rho": -0.1}, "rho=-0.1"),
         ({"rho": float("nan")}, "rho=nan"),
         ({"mask_interval": 0}, "mask_interval=0"),
@@ -155,3 +159,146 @@ def test_an_operator_that_fails_leaves_the_weights_alone():
 
 def test_rule_defaults():
     assert make().rule is CRAM_PLUS
+
+
+def test_lbfgs_cannot_be_the_base():
+    model = mlp()
+    with pytest.raises(ValueError, match="LBFGS calls the closure itself"):
+        make(model, base=torch.optim.LBFGS(model.parameters()))
+
+
+def test_the_compressed_point_cannot_be_left_from_inside():
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    optimizer = make(model, rule=C_SAM)
+    usual = closure_for(model, optimizer, batch)
+    before = snapshot(model)
+    for again in (optimizer.step, lambda: optimizer.step(usual), optimizer.compressed().__enter__):
+        usual()
+        with pytest.raises(RuntimeError, match="leave compressed"), optimizer.compressed():
+            again()
+        assert same(snapshot(model), before)
+    optimizer.step(usual)
+
+
+def test_a_block_without_backward():
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    optimizer = make(model, rule=CRAM)
+    closure_for(model, optimizer, batch)()
+    before, g = snapshot(model), model[0].weight.grad.clone()
+    missing = pytest.raises(RuntimeError, match="no gradient at the compressed point")
+    with missing, optimizer.compressed():
+        pass
+    assert same(snapshot(model), before)
+    assert torch.equal(model[0].weight.grad, g)
+
+
+def test_an_early_failure_leaves_no_trace():
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    optimizer = make(model)
+    with pytest.raises(RuntimeError, match="no gradient at w"), optimizer.compressed():
+        pass
+    usual = closure_for(model, optimizer, batch)
+    usual()
+    optimizer.step()  # a plain step: no pass is left over
+    usual()
+    g = model[0].weight.grad.clone()
+    optimizer._backup.save = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError), optimizer.compressed():
+        pass
+    assert torch.equal(model[0].weight.grad, g)
+
+
+def test_masks_of_operators_that_cannot_use_them_again():
+    class Own(Operator):
+        def compress_(self, weights):
+            return GlobalTopK(0.5).compress_(weights)
+
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    optimizer = make(model, operators=Own(), mask_interval=2)
+    usual = closure_for(model, optimizer, batch)
+    optimizer.step(usual)
+    before = snapshot(model)
+    with pytest.raises(NotImplementedError, match="Own has masks"):
+        optimizer.step(usual)
+    assert same(snapshot(model), before)
+
+
+def test_masks_of_another_set_of_weights_are_not_loaded():
+    model = ConvNet()
+    optimizer = make(model, mask_interval=3)
+    optimizer.step(closure_for(model, optimizer, images()))
+    other = make(model, mask_interval=3, weights=compressible_weights(model, only="fc"))
+    with pytest.raises(ValueError, match=r"mask of global:0\.5 for 'conv1\.weight'"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_gradient_buffers_that_are_used_again_are_noticed():
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    optimizer = make(model, base=SGD(model.parameters(), lr=0.1))
+    fixed = {p: torch.zeros_like(p) for p in model.parameters()}
+    before = snapshot(model)
+
+    def closure():
+        loss = cross_entropy(model(batch[0]), batch[1])
+        for p, grad in zip(fixed, torch.autograd.grad(loss, list(fixed)), strict=True):
+            fixed[p].copy_(grad)
+            p.grad = fixed[p]
+        return loss
+
+    with pytest.raises(RuntimeError, match="written over the first"):
+        optimizer.step(closure)
+    assert same(snapshot(model), before)
+
+
+@rules
+def test_views_into_a_buffer_are_copied(rule):
+    """As DDP hands out gradients with gradient_as_bucket_view."""
+    one = mlp()
+    two = copy.deepcopy(one)
+    batch = (torch.randn(6, 8), torch.randint(4, (6,)))
+    first, second = make(one, rule=rule), make(two, rule=rule)
+    parameters = list(two.parameters())
+    bucket = torch.zeros(sum(p.numel() for p in parameters)).split([p.numel() for p in parameters])
+
+    def closure():
+        loss = cross_entropy(two(batch[0]), batch[1])
+        for p, part, grad in zip(
+            parameters, bucket, torch.autograd.grad(loss, parameters), strict=True
+        ):
+            p.grad = part.view_as(p).copy_(grad)
+        return loss
+
+    first.step(closure_for(one, first, batch))
+    second.step(closure)
+    assert same(snapshot(one), snapshot(two))
+
+
+@rules
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_gradient_of_zero_moves_nothing(rule, dtype):
+    model = mlp().to(dtype)
+    optimizer = make(model, rule=rule)
+    before = snapshot(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 8, dtype=dtype)).sum() * 0
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert same(snapshot(model), before)
+
+
+def test_parameters_without_elements():
+    model = mlp()
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    optimizer = make(model, base=SGD(model.parameters(), lr=0.1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).sum() + model.nothing.sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)

@@ -149,7 +149,6 @@ def test_named_parameters_and_groups_added_later():
     before = model.fc.weight.detach().clone()
     train(model, optimizer, [images()])
     assert base.param_groups[1]["lr"] == 0.3
-    assert base.param_groups[1]["rho"] == 0.07
     assert not torch.equal(model.fc.weight, before)
 
 
@@ -289,3 +288,124 @@ def test_topk_and_rules_are_data():
     assert TOPK.passes[0].mask is False
     assert CRAM_PLUS.passes[0].plus is True
     assert [rule.normalize for rule in RULES] == [True, False, False, True, False, False]
+
+
+def test_an_outer_autocast_does_not_hide_the_compressed_point():
+    def losses(outer):
+        torch.manual_seed(0)
+        model, batch, seen = mlp(), (torch.randn(6, 8), torch.randint(4, (6,))), []
+        optimizer = CrAM(model, SGD(model.parameters(), lr=0.0), GlobalTopK(0.9), rho=0.5)
+
+        def closure():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            optimizer.step(closure)
+            optimizer.step(closure)
+        return seen
+
+    assert losses(outer=True) == losses(outer=False)
+    assert len(set(losses(outer=True))) == 2
+
+
+def test_options_of_the_base_that_are_called_rho():
+    model = mlp()
+    optimizer = CrAM(
+        model, torch.optim.Adadelta(model.parameters(), rho=0.9), Quantize(8), rho=0.01
+    )
+    assert optimizer._rho_of(optimizer.param_groups[0]) == 0.01
+    assert optimizer.base.param_groups[0]["rho"] == 0.9
+    batch = torch.randn(6, 8), torch.randint(4, (6,))
+    train(model, optimizer, [batch])
+
+
+def test_two_wrappers_of_one_base_have_a_rho_each():
+    model = mlp()
+    base = SGD(model.parameters(), lr=0.1)
+    first, second = (CrAM(model, base, Quantize(8), rho=rho) for rho in (0.05, 0.5))
+    assert first._rho_of(base.param_groups[0]) == 0.05
+    assert second._rho_of(base.param_groups[0]) == 0.5
+
+
+def test_wrapper_and_base_stay_one():
+    model = ConvNet()
+    base = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = CrAM(model, base, GlobalTopK(0.5))
+    base.load_state_dict(base.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, [images()])
+    assert same({n: p.detach() for n, p in model.named_parameters()}, before)
+    assert optimizer.state is base.state
+
+
+def test_groups_added_to_the_base():
+    model = ConvNet()
+    base = SGD(model.conv1.parameters(), lr=0.1)
+    optimizer = CrAM(model, base, GlobalTopK(0.5))
+    base.add_param_group({"params": model.fc.parameters()})
+    train(model, optimizer, [images()])
+    assert len(optimizer.param_groups) == 2
+
+
+def test_replayed_randomness_goes_on_after_plain_steps():
+    seen = []
+    model = mlp()
+    optimizer = CrAM(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        Quantize(8),
+        replay_randomness=True,
+        base_step_probability=1.0,
+    )
+    usual = closure_for(model, optimizer, (torch.randn(6, 8), torch.randint(4, (6,))))
+    for _ in range(4):
+        optimizer.step(lambda: (seen.append(torch.rand(1).item()), usual())[1])
+    assert len(set(seen)) == 4
+
+
+def test_both_passes_of_a_step_use_one_level():
+    model, seen = ConvNet(), []
+    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), GlobalTopK((0.1, 0.9)), rule=C_SAM)
+    usual = closure_for(model, optimizer, images())
+    for _ in range(3):
+        optimizer.step(lambda: (seen.append(sparsity(optimizer.weights)), usual())[1])
+    assert [seen[i] for i in (1, 4, 7)] == [seen[i] for i in (2, 5, 8)]
+    assert len(set(seen)) == 4
+
+
+def test_copies_train_alike():
+    model = ConvNet()
+    optimizer = CrAM(
+        model, SGD(model.parameters(), lr=0.1, momentum=0.9), OPERATORS, mask_interval=2
+    )
+    train(model, optimizer, [images() for _ in range(5)])
+    twin, other = copy.deepcopy((model, optimizer))
+    batches = [images() for _ in range(5)]
+    train(model, optimizer, batches)
+    train(twin, other, batches)
+    assert same(snapshot(model), snapshot(twin))
+
+
+def test_hooks_on_the_state():
+    model, called = ConvNet(), []
+    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), GlobalTopK(0.5))
+    optimizer.register_state_dict_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+    state = optimizer.state_dict()
+    assert state.pop("extra") == 1
+    optimizer.load_state_dict(state)
+    assert called == ["before", "loaded"]
+
+
+def test_operators_as_text():
+    model = ConvNet()
+    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), ["global:0.9", "int4"])
+    assert "[global:0.9, int4]" in repr(optimizer)
+    CrAM(model, SGD(model.parameters(), lr=0.1), None, rule=SAM)

@@ -83,7 +83,7 @@ def test_the_state_of_a_bare_base_optimizer_can_be_continued():
     saved = base.state_dict()
     optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), GlobalTopK(0.5), rho=0.2)
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["rho"] == 0.2
+    assert optimizer.rho == 0.2
     assert optimizer.param_groups[0]["lr"] == 0.3
     optimizer.step(closure_for(model, optimizer, images()))
 

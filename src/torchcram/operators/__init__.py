@@ -3,7 +3,7 @@
 from torchcram.operators.base import Operator, Sparsifier
 from torchcram.operators.chain import Chain
 from torchcram.operators.nm import NM
-from torchcram.operators.parse import parse_operator
+from torchcram.operators.parse import as_operator, parse_operator
 from torchcram.operators.quantize import Quantize
 from torchcram.operators.topk import GlobalTopK, UniformTopK
 
@@ -15,5 +15,6 @@ __all__ = [
     "Quantize",
     "Sparsifier",
     "UniformTopK",
+    "as_operator",
     "parse_operator",
 ]

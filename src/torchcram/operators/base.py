@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Operator(ABC):
     """A compression C: weights -> weights, done in place.
 
-    Operators are values: frozen, comparable, hashable, without state. They see all compressible
-    weights at once, so that ranking over the whole model is nothing special.
+    Operators are values (frozen dataclasses): comparable, hashable, without state; `str(operator)`
+    names them, in checkpoints too. They see all compressible weights at once, so that ranking over
+    the whole model is nothing special.
     """
 
     @abstractmethod
@@ -32,7 +33,15 @@ class Operator(ABC):
 
         What an operator does beside masking, such as rounding, is done anew.
         """
-        self.compress_(weights)
+        if self.compress_(weights) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has masks: to keep them, it must define recompress_"
+            )
+
+    @property
+    def is_range(self) -> bool:
+        """Whether it stands for a range of operators, to train over."""
+        return False
 
     def draw(self, generator: torch.Generator) -> Operator:  # noqa: ARG002
         """Returns the operator for one step: itself, unless it stands for a range of them."""

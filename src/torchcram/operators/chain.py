@@ -41,6 +41,11 @@ class Chain(Operator):
         self.first.recompress_(weights, masks)
         self.then.recompress_(weights, masks)
 
+    @property
+    def is_range(self) -> bool:
+        """Whether either part stands for a range."""
+        return self.first.is_range or self.then.is_range
+
     def draw(self, generator: torch.Generator) -> Chain:
         """Draws both parts."""
         return Chain(self.first.draw(generator), self.then.draw(generator))

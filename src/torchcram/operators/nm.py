@@ -11,7 +11,7 @@ import torch
 
 from torchcram.operators.base import Sparsifier
 from torchcram.selection import magnitude_keys
-from torchcram.weights import output_dim, reduction_last
+from torchcram.weights import reduction_last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,13 +44,12 @@ class NM(Sparsifier):
         """Keeps the largest scores of every group; ties go to the earlier one."""
         masks, dense = {}, []
         for name, score in scores.items():
-            outputs = output_dim(scores, name)
-            view = reduction_last(score, outputs)
+            view = reduction_last(scores, name)
             masks[name] = torch.ones_like(score, dtype=torch.bool)
             if view.shape[-1] % self.group:
                 dense.append(name)
             else:
-                reduction_last(masks[name], outputs).copy_(self._select(view))
+                reduction_last(scores, name, masks[name]).copy_(self._select(view))
         if dense:
             _warn_left_dense(self, tuple(dense))
         return masks

@@ -33,6 +33,15 @@ def parse_operator(text: str) -> Operator:
     return first
 
 
+def as_operator(given: Operator | str) -> Operator:
+    """Returns an operator as it is, and one that is given as text read."""
+    if isinstance(given, str):
+        return parse_operator(given)
+    if not isinstance(given, Operator):
+        raise ValueError(f"{given!r} is neither an Operator nor text such as: {SYNTAX}")
+    return given
+
+
 def _parse_one(part: str, text: str) -> Operator:
     try:
         if match := _TOPK.fullmatch(part):

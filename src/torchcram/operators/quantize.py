@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.operators.base import Operator
-from torchcram.weights import output_dim, reduction_last
+from torchcram.weights import reduction_last
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class Quantize(Operator):
     @torch.no_grad()
     def compress_(self, weights: Weights) -> None:
         """Rounds every weight in place; there is no mask."""
-        views = {name: reduction_last(w, output_dim(weights, name)) for name, w in weights.items()}
+        views = {name: reduction_last(weights, name) for name in weights}
         whole = []
         for name, view in views.items():
             size = self.group_size
@@ -65,8 +65,8 @@ class Quantize(Operator):
             _warn_whole_channels(self, tuple(whole))
 
     def _round(self, view: Tensor, group_size: int | None) -> Tensor:
-        # (outputs, kernel x inputs) or (outputs, *kernel, groups, group_size)
-        rows = view.flatten(1) if group_size is None else view.unflatten(-1, (-1, group_size))
+        # (groups, outputs, kernel x inputs), or the inputs in groups of group_size
+        rows = view.flatten(2) if group_size is None else view.unflatten(-1, (-1, group_size))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         scale = rows.abs().amax(-1, keepdim=True) / self.levels
         scale = torch.where(scale == 0, 1, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,11 @@ class _TopK(Sparsifier):
             object.__setattr__(self, "sparsity", (low, high))
         else:
             object.__setattr__(self, "sparsity", _checked(self, self.sparsity))
+
+    @property
+    def is_range(self) -> bool:
+        """Whether every step draws a level."""
+        return isinstance(self.sparsity, tuple)
 
     def draw(self, generator: torch.Generator) -> Self:
         """Draws a level uniformly from the range; a single level is itself."""
@@ -95,7 +101,7 @@ def _pair(operator: Sparsifier, levels: tuple[float, ...]) -> tuple[float, float
 
 
 def _checked(operator: Sparsifier, sparsity: float) -> float:
-    number = isinstance(sparsity, (int, float)) and not isinstance(sparsity, bool)
+    number = isinstance(sparsity, Real) and not isinstance(sparsity, bool)
     if not number or not 0 <= sparsity < 1:
         raise ValueError(f"{type(operator).__name__}: sparsity {sparsity!r} is not in [0, 1)")
     return float(sparsity)

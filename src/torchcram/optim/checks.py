@@ -5,33 +5,34 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from torchcram.operators import Operator
+from torch.optim import LBFGS, Optimizer
+
+from torchcram.optim.rules import UpdateRule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from torch import nn
-    from torch.optim import Optimizer
+    from torch import Tensor, nn
 
-    from torchcram.optim.rules import UpdateRule
-    from torchcram.weights import Weights
+    from torchcram.operators import Operator
 
 
 def check_arguments(
     model: nn.Module,
     base: Optimizer,
     operators: Sequence[Operator],
-    weights: Weights,
     rule: UpdateRule,
     rho: float,
     mask_interval: int,
     base_step_probability: float,
 ) -> None:
     """Raises ValueError with what was given and what is allowed."""
-    _check_operators(operators, rule)
-    _check_ownership(model, base, weights)
-    for group in base.param_groups:
-        _check_rho(group.get("rho", rho))
+    if rule.compresses and not operators:
+        raise ValueError(f"{rule.name} needs at least one operator, and the list is empty")
+    _check_base(model, base)
+    if "rho" not in base.defaults:
+        for group in base.param_groups:
+            _check_rho(group.get("rho", rho))
     _check_rho(rho)
     if not isinstance(mask_interval, int) or mask_interval < 1:
         raise ValueError(f"mask_interval={mask_interval!r} is not a positive integer")
@@ -39,28 +40,30 @@ def check_arguments(
         raise ValueError(f"base_step_probability={base_step_probability!r} is not in [0, 1]")
 
 
-def _check_operators(operators: Sequence[Operator], rule: UpdateRule) -> None:
-    if rule.compresses and not operators:
-        raise ValueError(f"{rule.name} needs at least one operator, and the list is empty")
-    for operator in operators:
-        if not isinstance(operator, Operator):
+def check_rule(rule: object) -> None:
+    """Raises ValueError unless `rule` is one."""
+    if not isinstance(rule, UpdateRule):
+        raise ValueError(f"rule={rule!r} is not an UpdateRule, such as torchcram.CRAM_PLUS")
+
+
+def check_parameters(model: nn.Module, parameters: Iterable[Tensor], where: str) -> None:
+    """Raises ValueError if the model does not have one of `parameters`."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for place, parameter in enumerate(parameters):
+        if id(parameter) not in known:
             raise ValueError(
-                f"{operator!r} is not an Operator; parse_operator() reads one from text"
+                f"{type(model).__name__} does not have parameter {place} of {where}, "
+                f"of shape {tuple(parameter.shape)}"
             )
 
 
-def _check_ownership(model: nn.Module, base: Optimizer, weights: Weights) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
+def _check_base(model: nn.Module, base: Optimizer) -> None:
+    if not isinstance(base, Optimizer):
+        raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")
+    if isinstance(base, LBFGS):
+        raise ValueError("LBFGS calls the closure itself and cannot be the base optimizer")
     for number, group in enumerate(base.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"{type(model).__name__} does not have parameter {place} of group {number} of "
-                    f"the base optimizer, of shape {tuple(parameter.shape)}"
-                )
-    for name, weight in weights.items():
-        if id(weight) not in known:
-            raise ValueError(f"weights[{name!r}] is not a parameter of {type(model).__name__}")
+        check_parameters(model, group["params"], f"group {number} of the base optimizer")
 
 
 def _check_rho(rho: float) -> None:

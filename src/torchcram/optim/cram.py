@@ -8,7 +8,7 @@ rho  length of the ascent           g~   what the base optimizer steps with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchcram.batchnorm import frozen_statistics
-from torchcram.operators import Operator
+from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
 from torchcram.optim.backup import Backup
-from torchcram.optim.checks import check_arguments
+from torchcram.optim.checks import check_arguments, check_rule
 from torchcram.optim.draws import Draws
 from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
-from torchcram.weights import Masks, Weights, compressible_weights
+from torchcram.weights import LayerWeights, Masks, Weights, weights_in
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -37,9 +37,10 @@ class CrAM(Optimizer):
         model: the model that is trained.
         base: the optimizer that takes the steps. It keeps its own state; learning-rate schedulers
             go on this wrapper.
-        operators: one, or several out of which every step draws one uniformly ("-Multi"). SAM needs
-            none.
-        rho: length of the ascent; a parameter group of `base` with its own "rho" overrides it.
+        operators: one, or several out of which every step draws one uniformly ("-Multi"); text such
+            as "global:0.9" will do. SAM needs none.
+        rho: length of the ascent; a parameter group of `base` with its own "rho" overrides it
+            (except where that is an option of `base` itself, as with Adadelta).
         rule: one of `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK`, `TOPK_PLUS`.
         sparse_gradients: multiply by M where the rule says so; False never does.
         normalize: ascend along g/|g|; None leaves it to the rule.
@@ -51,7 +52,8 @@ class CrAM(Optimizer):
         check_finite: raise FloatingPointError at a NaN or infinite gradient instead of stepping.
             The host waits for the device to know, except with a fused base optimizer on CUDA: that
             one skips the step on the device, and the error comes with the next step. A GradScaler,
-            where there is one, decides instead.
+            where there is one, decides instead. A `step()` that no compressed pass went before is
+            not checked.
 
     Attributes:
         operator: the operator drawn last; None after a plain step and for SAM.
@@ -61,7 +63,7 @@ class CrAM(Optimizer):
         self,
         model: nn.Module,
         base: Optimizer,
-        operators: Operator | Sequence[Operator],
+        operators: Operator | str | Sequence[Operator | str] | None,
         *,
         rho: float = 0.05,
         rule: UpdateRule = CRAM_PLUS,
@@ -74,15 +76,14 @@ class CrAM(Optimizer):
         replay_randomness: bool = False,
         check_finite: bool = True,
     ) -> None:
-        operators = (operators,) if isinstance(operators, Operator) else tuple(operators)
-        if weights is None:
-            weights = compressible_weights(model) if rule.compresses else {}
-        check_arguments(
-            model, base, operators, weights, rule, rho, mask_interval, base_step_probability
-        )
+        check_rule(rule)
+        given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
+        drawn = tuple(as_operator(operator) for operator in given)
+        check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
         self.model = model
         self.base = base
-        self.weights = weights
+        self.weights = weights_in(model, weights) if rule.compresses else LayerWeights({})
+        self.rho = rho
         self.rule = rule
         self.sparse_gradients = sparse_gradients
         self.normalize = rule.normalize if normalize is None else normalize
@@ -90,12 +91,12 @@ class CrAM(Optimizer):
         self.replay_randomness = replay_randomness
         self.check_finite = check_finite
         self.operator: Operator | None = None
-        super().__init__(base.param_groups, {**base.defaults, "rho": rho})
-        self._share_with_base()
-        self._draws = Draws(operators, mask_interval, seed)
+        self._draws = Draws(drawn, mask_interval, seed)
         self._guard = FiniteGuard(base)
         self._backup = Backup()
         self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
+        self._inside = False  # a compressed pass
+        super().__init__(base.param_groups, base.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -107,16 +108,18 @@ class CrAM(Optimizer):
                 takes a step of `base` with the gradients as they are: g~ after `compressed()`,
                 otherwise a plain step.
         """
+        self._require_outside()
         if closure is None:
             self._require_no_pass_left()
             return self._guard.step()
         closure = torch.enable_grad()(closure)
         self._pending = []
-        with self._same_randomness():
-            loss = closure()  # g
-        for left in reversed(range(len(self.rule.passes))):
-            with self.compressed() as needed, self._same_randomness(last=left == 0):
+        randomness = self._randomness()
+        loss = closure()  # g
+        for _ in self.rule.passes:
+            with self.compressed() as needed:
                 if needed:
+                    self._replay(randomness)
                     closure()  # grad L(w~)
         self._guard.step()  # w <- w - lr g~
         return loss
@@ -137,23 +140,29 @@ class CrAM(Optimizer):
         Yields:
             False in a plain base step (`base_step_probability`): what is run inside does not count.
         """
-        one = self._next_pass()
+        self._require_outside()
         by_group = gradients.take_gradients(self.param_groups)
         g = [pair for group in by_group for pair in group]
         masks = None
-        self._backup.save(self._moved_by(one))  # w
+        self._inside = True
         try:
+            one = self._next_pass()
+            self._backup.save(self._moved_by(one))  # w
             if one is not None and one.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if one is not None and one.compress and self.operator is not None:
                 masks = self._draws.compress_(self.operator, self.weights, at=len(self._pending))
+            torch.clear_autocast_cache()  # which may hold copies of w
             with frozen_statistics(self.model):  # w~ = C(w + rho g)
                 yield one is not None
+            self._require_gradients(one)
         except BaseException:
             self._abandon(g)
             raise
         finally:
             self._backup.restore()  # w
+            torch.clear_autocast_cache()
+            self._inside = False
         self._pending.pop(0)
         self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
         self._check_finite(one, g, grad_scaler)
@@ -177,16 +186,18 @@ class CrAM(Optimizer):
         unit: float | Tensor = 1.0
         found = [gradient for group in g for _, gradient in group]
         if self.normalize:
-            unit = 1 / (gradients.norm(found, 2) + 1e-12)
+            length = gradients.norm(found, 2)
+            unit = torch.where(length == 0, 0, 1 / length)
         elif scaler is not None and scaler.is_enabled():
             unit = 1 / scaler.scale(torch.ones((), device=found[0].device))
         for group, pairs in zip(self.param_groups, g, strict=True):
             along = [gradient for _, gradient in pairs]
-            gradients.add_scaled_([p for p, _ in pairs], along, group["rho"] * unit)
+            gradients.add_scaled_([p for p, _ in pairs], along, self._rho_of(group) * unit)
 
     def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
         """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
         if one is None:
+            self.zero_grad()
             gradients.put_gradients(g)
             return
         if one.mask and self.sparse_gradients and masks is not None:
@@ -196,6 +207,7 @@ class CrAM(Optimizer):
 
     def _check_finite(self, one: Pass | None, g: Gradients, scaler: GradScaler | None) -> None:
         """Refuses gradients that are not finite, or leaves it to the scaler, which sees `.grad`."""
+        self._guard.forget_pending()
         left = gradients.gradients_of(self._parameters())
         hidden = [] if one is None or one.plus else g  # where g~ does not hold g
         if scaler is not None and scaler.is_enabled():
@@ -209,6 +221,7 @@ class CrAM(Optimizer):
     def _abandon(self, found: Gradients) -> None:
         """Ends a step half-way: no pass is left, no mask of it is kept."""
         self._pending = []
+        self._guard.forget_pending()
         self._draws.forget(self.operator)
         self.zero_grad()
         gradients.put_gradients(found)
@@ -221,33 +234,84 @@ class CrAM(Optimizer):
                 f"{passes - len(self._pending)} so far"
             )
 
+    def _require_outside(self) -> None:
+        if self._inside:
+            raise RuntimeError("the weights are at the compressed point: leave compressed() first")
+
+    def _require_gradients(self, one: Pass | None) -> None:
+        if one is not None and not gradients.gradients_of(self._parameters()):
+            raise RuntimeError("there is no gradient at the compressed point: run backward inside")
+
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _same_randomness(self, *, last: bool = False) -> AbstractContextManager[None]:
-        """Rewinds the random generators after a pass: the next one sees the same numbers."""
-        replay = self.replay_randomness and not last
-        devices = {p.device for p in self._parameters() if p.is_cuda} if replay else ()
-        return torch.random.fork_rng(devices, enabled=replay)
+    def _rho_of(self, group: dict[str, Any]) -> float:
+        return float(self.rho if "rho" in self.base.defaults else group.get("rho", self.rho))
 
-    def _share_with_base(self) -> None:
-        self.param_groups = self.base.param_groups
-        self.state = self.base.state
+    def _randomness(self) -> dict[torch.device | None, Tensor]:
+        """Returns the states of the random generators, if they are to be replayed."""
+        if not self.replay_randomness:
+            return {}
+        devices = {p.device for p in self._parameters() if p.is_cuda}
+        return {None: torch.get_rng_state(), **{d: torch.cuda.get_rng_state(d) for d in devices}}
+
+    @staticmethod
+    def _replay(states: dict[torch.device | None, Tensor]) -> None:
+        for device, state in states.items():
+            if device is None:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the base optimizer."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, _: object) -> None:
+        pass  # Optimizer.__init__ makes a list of its own
+
+    @property
+    def state(self) -> Any:  # noqa: ANN401
+        """The state of the base optimizer."""
+        return self.base.state
+
+    @state.setter
+    def state(self, _: object) -> None:
+        pass
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base optimizer."""
+        if any(param_group is group for group in self.param_groups):
+            return  # Optimizer.__init__ adds those of the base, which are there
+        self.base.add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        scratch = {"_backup": Backup(), "_guard": FiniteGuard(self.base), "_pending": []}
+        return {**self.__dict__, **scratch, "_inside": False}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the base optimizer and, under "cram", that of the draws."""
-        return {**self.base.state_dict(), "cram": self._draws.state_dict()}
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.base.state_dict(), "cram": self._draws.state_dict()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from `state_dict`; one of the bare base optimizer is welcome, too."""
-        self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "cram"})
-        self._share_with_base()
-        for group in self.param_groups:
-            group.setdefault("rho", self.defaults["rho"])
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         if "cram" in state_dict:
             self._draws.load_state_dict(state_dict["cram"], self.weights)
+        self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "cram"})
+        self._pending = []
+        self._guard.reset()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __repr__(self) -> str:
         operators = ", ".join(map(str, self._draws.operators))
-        rho = self.defaults["rho"]
-        return f"CrAM({self.rule.name}, [{operators}], rho={rho}, base={self.base!r})"
+        return f"CrAM({self.rule.name}, [{operators}], rho={self.rho}, base={self.base!r})"

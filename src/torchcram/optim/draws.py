@@ -28,6 +28,7 @@ class Draws:
         self.operators = tuple(operators)
         self.mask_interval = mask_interval
         self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: Operator | None = None  # the one of this step, at one level
         self._uses: Counter[Operator] = Counter()
         self._masks: dict[tuple[Operator, int], Masks] = {}  # by operator and pass of the rule
 
@@ -36,18 +37,20 @@ class Draws:
         return probability > 0 and float(torch.rand((), generator=self._generator)) < probability
 
     def operator(self) -> Operator:
-        """Draws an operator uniformly and counts the use."""
+        """Draws an operator uniformly, out of a range its level too, and counts the use."""
         index = int(torch.randint(len(self.operators), (), generator=self._generator))
         self._uses[self.operators[index]] += 1
+        self._drawn = self.operators[index].draw(self._generator)
         return self.operators[index]
 
+    @torch.no_grad()
     def compress_(self, operator: Operator, weights: Weights, *, at: int) -> Masks | None:
         """Replaces `weights` by C(weights) in pass `at`; returns the mask, new or kept."""
         kept = self._masks.get((operator, at))
         if kept is not None and (self._uses[operator] - 1) % self.mask_interval:
             operator.recompress_(weights, kept)
             return kept
-        masks = operator.draw(self._generator).compress_(weights)
+        masks = (self._drawn or operator).compress_(weights)
         if self.mask_interval > 1 and masks is not None:
             self._masks[operator, at] = masks
         return masks
@@ -70,6 +73,12 @@ class Draws:
     def load_state_dict(self, state: dict[str, Any], weights: Weights) -> None:
         """Continues from `state`; what it says of operators that are not drawn here is left out."""
         known = {str(operator): operator for operator in self.operators}
+        for operator, _, masks in state["masks"]:
+            for name, bits in masks.items():
+                if name not in weights or bits.numel() != -(-weights[name].numel() // 8):
+                    raise ValueError(
+                        f"the state has a mask of {operator} for {name!r}, unlike here"
+                    )
         self._generator.set_state(state["generator"].cpu())
         self._uses = Counter({known[o]: uses for o, uses in state["uses"].items() if o in known})
         self._masks = {

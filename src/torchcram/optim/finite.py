@@ -44,6 +44,14 @@ class FiniteGuard:
         self._bad: Tensor | None = None  # 1.0 if the gradients at hand are not finite
         self._earlier: tuple[Tensor, torch.cuda.Event] | None = None  # that of the step before
 
+    def reset(self) -> None:
+        """Forgets about gradients seen so far."""
+        self._bad = self._earlier = None
+
+    def forget_pending(self) -> None:
+        """Forgets about gradients that no step was taken with."""
+        self._bad = None
+
     def admits(self, gradients: Gradients) -> bool:
         """Returns False if `gradients` are not finite; True may be left for `step` to see."""
         worst = norm([gradient for _, gradient in gradients], torch.inf)  # NaN if any is NaN
@@ -58,8 +66,8 @@ class FiniteGuard:
         Raises:
             FloatingPointError: if the step before this one had to be left out.
         """
-        self._report()
         bad, self._bad = self._bad, None
+        self._report()
         if bad is None:
             self._base.step()
             return

@@ -38,8 +38,10 @@ def take_gradients(groups: Iterable[dict[str, Any]]) -> list[Gradients]:
                 shape = tuple(parameter.shape)
                 raise ValueError(f"the gradient of a parameter of shape {shape} is a sparse tensor")
     for group in taken:
-        for parameter, _ in group:
+        for place, (parameter, gradient) in enumerate(group):
             parameter.grad = None
+            if gradient._is_view():  # into a buffer that the next backward writes to, as in DDP
+                group[place] = (parameter, gradient.clone())
     return taken
 
 
@@ -61,6 +63,12 @@ def add_gradients(gradients: Gradients) -> None:
     for parameter, gradient in gradients:
         if parameter.grad is None:
             parameter.grad = gradient
+        elif parameter.grad.data_ptr() == gradient.data_ptr() and gradient.numel():
+            shape = tuple(parameter.shape)
+            raise RuntimeError(
+                f"the second gradient of a parameter of shape {shape} was written over the first: "
+                "let backward allocate it (zero_grad) instead of using a buffer again"
+            )
         else:
             ours.append(parameter.grad)
             theirs.append(gradient)
@@ -86,7 +94,11 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
 
 def norm(tensors: list[Tensor], order: float) -> Tensor:
     """Returns the norm of all `tensors` together, on the device of the first."""
-    each = list(torch._foreach_norm(tensors, order))
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return torch.zeros(())
+    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    each = list(torch._foreach_norm(tensors, order, dtype=torch.float32 if half else None))
     if len({one.device for one in each}) > 1:
         each = [one.to(each[0].device) for one in each]
     together: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
