@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from torchcram.batchnorm import frozen_statistics
 from torchcram.operators import Operator, as_operator
@@ -23,14 +22,17 @@ from torchcram.optim.checks import check_arguments, check_rule
 from torchcram.optim.draws import Draws
 from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
+from torchcram.optim.randomness import Randomness
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
+from torchcram.optim.wrapper import Wrapper
 from torchcram.weights import LayerWeights, Masks, Weights, weights_in
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
+    from torch.optim import Optimizer
 
 
-class CrAM(Optimizer):
+class CrAM(Wrapper):
     """g~ = M * grad L(C(w + rho g)) + g, handed to `base`; other rules by `rule`.
 
     Args:
@@ -80,8 +82,8 @@ class CrAM(Optimizer):
         given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
         drawn = tuple(as_operator(operator) for operator in given)
         check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
+        super().__init__(base)
         self.model = model
-        self.base = base
         self.weights = weights_in(model, weights) if rule.compresses else LayerWeights({})
         self.rho = rho
         self.rule = rule
@@ -96,7 +98,6 @@ class CrAM(Optimizer):
         self._backup = Backup()
         self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
         self._inside = False  # a compressed pass
-        super().__init__(base.param_groups, base.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -114,12 +115,13 @@ class CrAM(Optimizer):
             return self._guard.step()
         closure = torch.enable_grad()(closure)
         self._pending = []
-        randomness = self._randomness()
+        before = self._randomness()
         loss = closure()  # g
         for _ in self.rule.passes:
             with self.compressed() as needed:
                 if needed:
-                    self._replay(randomness)
+                    if before is not None:
+                        before.replay()
                     closure()  # grad L(w~)
         self._guard.step()  # w <- w - lr g~
         return loss
@@ -248,69 +250,22 @@ class CrAM(Optimizer):
     def _rho_of(self, group: dict[str, Any]) -> float:
         return float(self.rho if "rho" in self.base.defaults else group.get("rho", self.rho))
 
-    def _randomness(self) -> dict[torch.device | None, Tensor]:
-        """Returns the states of the random generators, if they are to be replayed."""
-        if not self.replay_randomness:
-            return {}
-        devices = {p.device for p in self._parameters() if p.is_cuda}
-        return {None: torch.get_rng_state(), **{d: torch.cuda.get_rng_state(d) for d in devices}}
+    def _randomness(self) -> Randomness | None:
+        devices = (parameter.device for parameter in self._parameters())
+        return Randomness(devices) if self.replay_randomness else None
 
-    @staticmethod
-    def _replay(states: dict[torch.device | None, Tensor]) -> None:
-        for device, state in states.items():
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+    def _extra_state(self) -> dict[str, Any]:
+        return {"cram": self._draws.state_dict()}
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the base optimizer."""
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, _: object) -> None:
-        pass  # Optimizer.__init__ makes a list of its own
-
-    @property
-    def state(self) -> Any:  # noqa: ANN401
-        """The state of the base optimizer."""
-        return self.base.state
-
-    @state.setter
-    def state(self, _: object) -> None:
-        pass
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base optimizer."""
-        if any(param_group is group for group in self.param_groups):
-            return  # Optimizer.__init__ adds those of the base, which are there
-        self.base.add_param_group(param_group)
+    def _load_extra_state(self, state: dict[str, Any]) -> None:
+        if "cram" in state:
+            self._draws.load_state_dict(state["cram"], self.weights)
+        self._pending = []
+        self._guard.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         scratch = {"_backup": Backup(), "_guard": FiniteGuard(self.base), "_pending": []}
-        return {**self.__dict__, **scratch, "_inside": False}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the base optimizer and, under "cram", that of the draws."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state = {**self.base.state_dict(), "cram": self._draws.state_dict()}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = after(self, state) or state
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`; one of the bare base optimizer is welcome, too."""
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        if "cram" in state_dict:
-            self._draws.load_state_dict(state_dict["cram"], self.weights)
-        self.base.load_state_dict({k: v for k, v in state_dict.items() if k != "cram"})
-        self._pending = []
-        self._guard.reset()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        return {**super().__getstate__(), **scratch, "_inside": False}
 
     def __repr__(self) -> str:
         operators = ", ".join(map(str, self._draws.operators))
