@@ -18,6 +18,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pre-commit validate-config
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

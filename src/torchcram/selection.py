@@ -4,8 +4,8 @@ The key of a value is its bit pattern without the sign, an integer that orders a
 (infinities above all numbers, NaN above those). The k-th largest key is found from the highest bits
 down: count the keys by their next few bits, see which bin holds the k-th, go on within it. For many
 weights a sample first tells about where it is, and only keys near there are looked at twice. The
-weights are neither concatenated nor sorted, and the only thing shared between tensors is a short
-vector of counts, which `reduce` may sum over processes.
+weights are neither concatenated (beyond small ones, a block at a time) nor sorted, and the only
+thing shared between tensors is a short vector of counts, which `reduce` may sum over processes.
 
 Of equal keys at the threshold those that come first are kept: tensor order, then row-major index.
 """
@@ -139,31 +139,51 @@ def _by_bits(blocks: Iterable[Tensor], k: int, bits: int, reduce: Reduce | None)
 
 
 class _Blocks:
-    """The keys of `tensors`, a cache-sized block at a time, as often as asked for."""
+    """The keys of `tensors`, a block at a time, as often as asked for."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
     def __iter__(self) -> Iterator[Tensor]:
-        for tensor in self.tensors:
-            for block in tensor.detach().reshape(-1).split(BLOCK):
+        for run in _runs(self.tensors):
+            for block in _flat(run).split(BLOCK):
                 yield magnitude_keys(block)
+
+
+def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields tensors in order, small ones several at a time: no more than a block together."""
+    run: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if run and (size + tensor.numel() > BLOCK or tensor.device != run[0].device):
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += tensor.numel()
+    if run:
+        yield run
+
+
+def _flat(run: Sequence[Tensor]) -> Tensor:
+    parts = [tensor.detach().reshape(-1) for tensor in run]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
     room, masks = threshold.ties, []
-    for tensor in tensors:
-        flat = torch.empty(tensor.numel(), dtype=torch.bool, device=tensor.device)
-        for block, mask in zip(_Blocks([tensor]), flat.split(BLOCK), strict=True):
+    for run in _runs(tensors):
+        flat = torch.empty(sum(t.numel() for t in run), dtype=torch.bool, device=run[0].device)
+        for block, mask in zip(_Blocks(run), flat.split(BLOCK), strict=True):
             torch.gt(block, threshold.key, out=mask)
             tied = block == threshold.key
             if found := int(torch.count_nonzero(tied)):
                 mask |= tied if found <= room else tied & (tied.cumsum(0) <= room)
                 room -= min(found, room)
-        mask = flat.view(tensor.shape)
-        if not tensor.is_contiguous():  # a mask lies in memory as its tensor does
-            mask = torch.empty_like(tensor, dtype=torch.bool).copy_(mask)
-        masks.append(mask)
+        for tensor, part in zip(run, flat.split([t.numel() for t in run]), strict=True):
+            mask = part.view(tensor.shape)
+            if not tensor.is_contiguous():  # a mask lies in memory as its tensor does
+                mask = torch.empty_like(tensor, dtype=torch.bool).copy_(mask)
+            masks.append(mask)
     return masks
 
 
