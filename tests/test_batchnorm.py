@@ -114,4 +114,8 @@ def test_a_broken_batch_changes_nothing():
 
 
 def test_a_model_without_batch_norm_is_left_alone():
-    tune_batchnorm_(nn.Linear(2, 2), iter(()))
+    model, batches = nn.Linear(2, 2), iter([torch.ones(1, 2)])
+    before = snapshot(model)
+    tune_batchnorm_(model, batches)
+    assert same(snapshot(model), before)
+    assert len(list(batches)) == 1  # not looked at

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
-from torchcram import CRAM_PLUS, NM, CrAM, GlobalTopK, Quantize, UniformTopK
+from torchcram import CRAM_PLUS, NM, CrAM, GlobalTopK, Quantize, UniformTopK, sparsity
 from torchcram.selection import keep_largest
 
 pytestmark = [
@@ -50,11 +50,15 @@ def test_selection_and_masking_never_wait_for_the_device():
         operator.compress_({n: w.detach().clone() for n, w in weights.items()})  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
+    compressed = []
     try:
         for operator in operators:
-            operator.compress_({n: w.detach().clone() for n, w in weights.items()})
+            compressed.append({n: w.detach().clone() for n, w in weights.items()})
+            operator.compress_(compressed[-1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert sparsity(compressed[0]) == pytest.approx(0.5, abs=0.01)
+    assert sparsity(compressed[1]) == pytest.approx(0.7, abs=0.01)
 
 
 @rules

@@ -39,6 +39,7 @@ def compress(
     model: nn.Module, operator: Operator | str, *, weights: Weights | None = None
 ) -> nn.Module:
     """Returns a compressed copy of `model`, which itself stays as it is; see `compress_`."""
+    operator = as_operator(operator)
     names = weights_in(model, weights).keys()
     twin = copy.deepcopy(model)
     parameters = dict(twin.named_parameters())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.weights import apply_masks_, zero_unmasked_
+from torchcram.weights import apply_masks_, mask_gradients_, zero_unmasked_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,11 +33,10 @@ class HeldMasks:
             ]
             zero_unmasked_(moments, [mask] * len(moments))
         self._handles: list[RemovableHandle] = [
-            weight.register_post_accumulate_grad_hook(self._masking(masks[name]))
+            weight.register_post_accumulate_grad_hook(self._masking(name))
             for name, weight in self._weights.items()
             if weight.requires_grad
         ]
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
@@ -51,18 +50,8 @@ class HeldMasks:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    @staticmethod
-    def _masking(mask: Tensor) -> Callable[[Tensor], None]:
-        def mask_gradient(weight: Tensor) -> None:
-            if weight.grad is not None:
-                zero_unmasked_([weight.grad], [mask])
-
-        return mask_gradient
-
-    def _before_step(self, *_: object) -> None:
-        """Masks gradients that did not come from backward."""
-        found = {name: w.grad for name, w in self._weights.items() if w.grad is not None}
-        zero_unmasked_(list(found.values()), [self._masks[name] for name in found])
+    def _masking(self, name: str) -> Callable[[Tensor], None]:
+        return lambda weight: mask_gradients_({name: weight}, {name: self._masks[name]})
 
     def _after_step(self, *_: object) -> None:
         apply_masks_(self._weights, self._masks)
@@ -71,9 +60,9 @@ class HeldMasks:
 def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMasks:
     """Zeroes `weights` where `masks` are False and keeps them so in every step of `optimizer`.
 
-    Gradients are masked as they come and weights after every step, so that momentum and the moments
-    of Adam, too, are zero where a weight is pruned. Works with any optimizer, with and without a
-    closure, `CrAM` included.
+    Gradients are masked as backward computes them and weights after every step, so that momentum
+    and the moments of Adam, too, are zero where a weight is pruned. Works with any optimizer, with
+    and without a closure, `CrAM` included.
 
     Args:
         optimizer: the one that trains the weights.

@@ -49,11 +49,15 @@ def count_kept(numel: int, sparsity: float) -> int:
 
 def magnitude_keys(tensor: Tensor) -> Tensor:
     """Returns integers that order as the magnitudes of `tensor` do."""
-    integer = _INTEGERS.get(tensor.dtype)
-    if integer is None:
-        allowed = ", ".join(str(dtype) for dtype in _INTEGERS)
-        raise ValueError(f"magnitudes of {tensor.dtype} cannot be ranked; allowed: {allowed}")
+    integer = _integer(tensor.dtype)
     return tensor.detach().view(integer) & torch.iinfo(integer).max
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _INTEGERS:
+        allowed = ", ".join(map(str, _INTEGERS))
+        raise ValueError(f"magnitudes of {dtype} cannot be ranked; allowed: {allowed}")
+    return _INTEGERS[dtype]
 
 
 def keep_largest(
@@ -74,8 +78,8 @@ def keep_largest(
     if not tensors:
         return []
     tensors = _comparable(tensors)
-    if reduce is None and _has_kernels(tensors):
-        return _kernels_keep(tensors, [keep], [0] * len(tensors))
+    if reduce is None and (select := _kernel_for(tensors)) is not None:
+        return select(tensors, [keep], [0] * len(tensors))
     return _masks(tensors, kth_largest(tensors, keep, reduce=reduce))
 
 
@@ -84,8 +88,8 @@ def keep_largest_each(tensors: Sequence[Tensor], keep: Sequence[int]) -> list[Te
     for tensor, count in zip(tensors, keep, strict=True):
         if not 0 <= count <= tensor.numel():
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
-    if _has_kernels(tensors):
-        return _kernels_keep(tensors, keep, range(len(tensors)))
+    if (select := _kernel_for(tensors)) is not None:
+        return select(tensors, keep, range(len(tensors)))
     return [keep_largest([t], count)[0] for t, count in zip(tensors, keep, strict=True)]
 
 
@@ -189,31 +193,21 @@ def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
 
 def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns `tensors` in one dtype, the smallest that holds all their values."""
-    dtypes = [tensor.dtype for tensor in tensors]
+    dtypes = {tensor.dtype for tensor in tensors}
     for dtype in dtypes:
-        if dtype not in _INTEGERS:
-            allowed = ", ".join(str(known) for known in _INTEGERS)
-            raise ValueError(f"magnitudes of {dtype} cannot be ranked; allowed: {allowed}")
-    if len(set(dtypes)) <= 1:
+        _integer(dtype)
+    if len(dtypes) == 1:
         return tensors
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     return [tensor.to(wide) for tensor in tensors]
 
 
-def _has_kernels(tensors: Sequence[Tensor]) -> bool:
+def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None:
+    """Returns `keep_largest` of the CUDA kernels if that can select from `tensors`."""
     kernels = cuda_kernels()
-    if kernels is None or not all(tensor.numel() for tensor in tensors):
-        return False
+    if kernels is None or not tensors or not all(tensor.numel() for tensor in tensors):
+        return None
     dtypes, devices = {t.dtype for t in tensors}, {t.device for t in tensors}
-    alike = len(dtypes) == len(devices) == 1
-    return alike and tensors[0].is_cuda and tensors[0].dtype in kernels.KEYS
-
-
-def _kernels_keep(
-    tensors: Sequence[Tensor], keep: Sequence[int], segments: Sequence[int]
-) -> list[Tensor]:
-    kernels = cuda_kernels()
-    assert kernels is not None  # noqa: S101
-    walkable = [t if t.is_contiguous() or kernels.layout(t) else t.contiguous() for t in tensors]
-    masks: list[Tensor] = kernels.keep_largest(walkable, keep, segments)
-    return masks
+    alike = len(dtypes) == len(devices) == 1 and tensors[0].is_cuda
+    select: Callable[..., list[Tensor]] = kernels.keep_largest
+    return select if alike and tensors[0].dtype in kernels.KEYS else None

@@ -32,10 +32,6 @@ class LayerWeights(dict[str, Tensor]):
         super().__init__(weights)
         self.transposed = dict(transposed or {})
 
-    def like(self, tensors: Weights) -> LayerWeights:
-        """Returns `tensors` (scores of these weights, say) with the same layers behind them."""
-        return LayerWeights(tensors, self.transposed)
-
 
 def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) -> Tensor:
     """Views a weight as (groups, outputs, *kernel positions, inputs): sums run over the last one.
@@ -168,6 +164,12 @@ def masks_of(weights: Weights) -> dict[str, Tensor]:
 def apply_masks_(weights: Weights, masks: Masks) -> None:
     """Zeroes `weights` where their masks are False, in place; no sign or NaN survives there."""
     zero_unmasked_([weights[name] for name in masks], list(masks.values()))
+
+
+def mask_gradients_(weights: Weights, masks: Masks) -> None:
+    """Zeroes the gradients of `weights`, where there are any, where `masks` are False."""
+    found = {name: grad for name in masks if (grad := weights[name].grad) is not None}
+    zero_unmasked_(list(found.values()), [masks[name] for name in found])
 
 
 def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:

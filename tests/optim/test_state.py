@@ -93,8 +93,13 @@ def test_other_operators_may_take_over():
     for _ in range(6):
         optimizer.step(closure_for(model, optimizer, images()))
     other = CrAM(model, SGD(model.parameters(), lr=0.1), [GlobalTopK(0.5), GlobalTopK(0.99)])
+    uses = optimizer.state_dict()["cram"]["uses"]
     other.load_state_dict(optimizer.state_dict())
+    assert other.state_dict()["cram"]["uses"] == {
+        name: count for name, count in uses.items() if name == "global:0.5"
+    }
     other.step(closure_for(model, other, images()))
+    assert other.operator in (GlobalTopK(0.5), GlobalTopK(0.99))
 
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (3, 5), (16, 4, 3, 3)])

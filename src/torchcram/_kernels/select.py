@@ -17,12 +17,14 @@ from torchcram._kernels.table import (
     CHUNK,
     KEYS,
     WARPS,
+    Layout,
     _all_contiguous,
-    _layouts,
+    _flat,
     _on_device,
     _pointers,
     _rows,
     _table,
+    layout,
 )
 
 if TYPE_CHECKING:
@@ -79,16 +81,22 @@ def keep_largest(
     """Masks that keep, in each segment, exactly the `keep[segment]` largest magnitudes.
 
     Args:
-        tensors: of one dtype out of `KEYS`, on one device, each with a `layout`, none empty.
+        tensors: of one dtype out of `KEYS`, on one device, none empty.
         keep: how many to keep, per segment.
         segments: the segment of each tensor, from 0 up; those of a segment follow one another.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
-    layouts, segments = _layouts(tensors), tuple(segments)
+    segments = tuple(segments)
+    contiguous = _all_contiguous(tensors)
+    if contiguous:
+        layouts = _flat(tuple([tensor.numel() for tensor in tensors]))
+    else:
+        tensors = [tensor if layout(tensor) else tensor.contiguous() for tensor in tensors]
+        layouts = tuple([layout(tensor) or Layout(tensor.numel()) for tensor in tensors])
     table = _table(layouts, segments, device, CHUNK)
     pointers, aligned = _pointers(tensors)
     rows = _rows(pointers, layouts, segments, device, itemsize=dtype.itemsize, chunk=CHUNK)
-    chunks, groups = len(rows) - 1, len(keep)
+    chunks, groups = len(rows), len(keep)
     copies = max(COPIES // groups, 1)
     sizes = [2 * STATE.value * groups, PASSES.value * groups * copies * BINS.value]
     sizes += [chunks, chunks, PASSES.value + 2]
@@ -101,7 +109,7 @@ def keep_largest(
         KEYS[dtype], (1 << (8 * dtype.itemsize - 1)) - 1, aligned, CHUNK,
         num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
-    if table.packed and _all_contiguous(tensors):
+    if table.packed and contiguous:
         return list(_unflatten_dense_tensors(mask, tensors))  # the same, faster
     return [
         mask.as_strided(tensor.shape, tensor.stride(), offset)

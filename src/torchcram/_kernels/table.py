@@ -18,7 +18,7 @@ WARPS = 4  # that share them
 KEYS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int16}
 ROW = tl.constexpr(5)  # columns of Table.chunks
 INFO = tl.constexpr(5)  # columns of Table.info
-SEGMENT = tl.constexpr(4)  # columns of Table.segments
+SEGMENT = tl.constexpr(3)  # columns of Table.segments
 
 
 class Layout(NamedTuple):
@@ -36,7 +36,7 @@ class Table(NamedTuple):
     there are from there to the end of the tensor, the offset of the mask, the segment, the tensor.
     """
 
-    chunks: Tensor  # (chunks + 1, ROW); the last row is there to be read ahead
+    chunks: Tensor  # (chunks, ROW)
     info: Tensor  # (tensors, INFO): numel, channels, spatial, first chunk, last chunk
     segments: Tensor  # (segments, SEGMENT): first chunk, chunks, numel
     offsets: tuple[int, ...]  # where the mask of each tensor begins in the flat mask
@@ -61,12 +61,6 @@ def walk_alike(tensor: Tensor, mask: Tensor) -> bool:
     if tensor.is_contiguous():
         return mask.is_contiguous()
     return tensor.stride() == mask.stride() and layout(tensor) is not None
-
-
-def _layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
-    if _all_contiguous(tensors):
-        return _flat(tuple([tensor.numel() for tensor in tensors]))
-    return tuple([layout(tensor) or Layout(tensor.numel()) for tensor in tensors])
 
 
 def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
@@ -104,10 +98,9 @@ def _table(
         info.append((*lay, first, len(chunks) - 1))
         offsets.append(size)
         size += -(-lay.numel // 16) * 16  # masks begin at multiples of 16 bytes
-        group = groups.setdefault(segment, [first, 0, 0, 0])
+        group = groups.setdefault(segment, [first, 0, 0])
         group[1] = len(chunks) - group[0]
         group[2] += lay.numel
-    chunks.append(chunks[-1])
     packed = size == sum(lay.numel for lay in layouts)
     return Table(
         _to_device(chunks, device),

@@ -51,7 +51,7 @@ def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     table = _table(flat, (0,) * len(tensors), device, CHUNK)
     pointers, aligned = _pointers(tensors)
     kept, kept_aligned = _pointers(masks)
-    _zero_kernel[len(table.chunks) - 1,](
+    _zero_kernel[len(table.chunks),](
         table.chunks, _on_device(pointers, device), _on_device(kept, device),
         KEYS[tensors[0].dtype], aligned and kept_aligned, CHUNK, num_warps=WARPS,
     )  # fmt: skip

@@ -34,8 +34,8 @@ class Operator(ABC):
         What an operator does beside masking, such as rounding, is done anew.
         """
         if self.compress_(weights) is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has masks: to keep them, it must define recompress_"
+            raise ValueError(
+                f"{self} has masks but no recompress_ to use them again: mask_interval must be 1"
             )
 
     @property

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.optim import LBFGS, Optimizer
 
-from torchcram.optim.rules import UpdateRule
+from torchcram.optim.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from torchcram.operators import Operator
 
@@ -43,18 +43,8 @@ def check_arguments(
 def check_rule(rule: object) -> None:
     """Raises ValueError unless `rule` is one."""
     if not isinstance(rule, UpdateRule):
-        raise ValueError(f"rule={rule!r} is not an UpdateRule, such as torchcram.CRAM_PLUS")
-
-
-def check_parameters(model: nn.Module, parameters: Iterable[Tensor], where: str) -> None:
-    """Raises ValueError if the model does not have one of `parameters`."""
-    known = {id(parameter) for parameter in model.parameters()}
-    for place, parameter in enumerate(parameters):
-        if id(parameter) not in known:
-            raise ValueError(
-                f"{type(model).__name__} does not have parameter {place} of {where}, "
-                f"of shape {tuple(parameter.shape)}"
-            )
+        names = ", ".join(RULES)
+        raise ValueError(f"rule={rule!r} is not an UpdateRule; torchcram has those of {names}")
 
 
 def _check_base(model: nn.Module, base: Optimizer) -> None:
@@ -62,8 +52,14 @@ def _check_base(model: nn.Module, base: Optimizer) -> None:
         raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")
     if isinstance(base, LBFGS):
         raise ValueError("LBFGS calls the closure itself and cannot be the base optimizer")
+    known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(base.param_groups):
-        check_parameters(model, group["params"], f"group {number} of the base optimizer")
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"{type(model).__name__} does not have parameter {place} of group {number} of "
+                    f"the base optimizer, of shape {tuple(parameter.shape)}"
+                )
 
 
 def _check_rho(rho: float) -> None:

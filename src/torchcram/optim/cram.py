@@ -25,7 +25,7 @@ from torchcram.optim.gradients import Gradients
 from torchcram.optim.randomness import Randomness
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.wrapper import Wrapper
-from torchcram.weights import LayerWeights, Masks, Weights, weights_in
+from torchcram.weights import LayerWeights, Masks, Weights, mask_gradients_, weights_in
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -203,20 +203,23 @@ class CrAM(Wrapper):
             gradients.put_gradients(g)
             return
         if one.mask and self.sparse_gradients and masks is not None:
-            gradients.mask_gradients(self.weights, masks)
+            mask_gradients_(self.weights, masks)
         if one.plus:
             gradients.add_gradients(g)
 
     def _check_finite(self, one: Pass | None, g: Gradients, scaler: GradScaler | None) -> None:
         """Refuses gradients that are not finite, or leaves it to the scaler, which sees `.grad`."""
         self._guard.forget_pending()
+        scaled = scaler is not None and scaler.is_enabled()
+        if not scaled and not self.check_finite:
+            return
         left = gradients.gradients_of(self._parameters())
         hidden = [] if one is None or one.plus else g  # where g~ does not hold g
-        if scaler is not None and scaler.is_enabled():
+        if scaled:
             carry_overflow(hidden, into=left)
             if self._draws.mask_interval > 1 and not all_finite(g):
                 self._draws.forget(self.operator)
-        elif self.check_finite and not self._guard.admits(hidden + left):
+        elif not self._guard.admits(hidden + left):
             self._abandon(left)
             raise_not_finite(hidden + left, self.model)
 
@@ -241,7 +244,7 @@ class CrAM(Wrapper):
             raise RuntimeError("the weights are at the compressed point: leave compressed() first")
 
     def _require_gradients(self, one: Pass | None) -> None:
-        if one is not None and not gradients.gradients_of(self._parameters()):
+        if one is not None and all(p.grad is None for p in self._parameters()):
             raise RuntimeError("there is no gradient at the compressed point: run backward inside")
 
     def _parameters(self) -> list[Tensor]:

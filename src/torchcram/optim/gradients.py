@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcram.weights import zero_unmasked_
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
-
-    from torchcram.weights import Masks, Weights
 
 Gradients = list[tuple["Tensor", "Tensor"]]
 
@@ -49,12 +45,6 @@ def put_gradients(gradients: Gradients) -> None:
     """Puts gradients into `.grad`."""
     for parameter, gradient in gradients:
         parameter.grad = gradient
-
-
-def mask_gradients(weights: Weights, masks: Masks) -> None:
-    """Zeroes the gradients of `weights` where `masks` are False."""
-    found = {name: grad for name in masks if (grad := weights[name].grad) is not None}
-    zero_unmasked_(list(found.values()), [masks[name] for name in found])
 
 
 def add_gradients(gradients: Gradients) -> None:
