@@ -1,6 +1,7 @@
 """The cost of one training step: SAM, CrAM and CrAM+ as multiples of the plain step.
 
     python benchmarks/step.py [--device cpu|cuda] [--work resnet20 resnet50 resnet50-64 bert]
+                              [--methods plain SAM CrAM CrAM+] [--rounds N]
 
 Two forward-backward passes make the floor of 2.0x, less the optimizer step that is taken only once.
 Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
@@ -174,21 +175,21 @@ def peak_megabytes(name: str, method: str, kind: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def measure(name: str, device: torch.device, rounds: int) -> None:
+def measure(name: str, device: torch.device, rounds: int, methods: list[str]) -> None:
     """Prints one table. The methods take turns, so that all see the same state of the machine."""
     work = works(device)[name]
     print(f"\n{work.title}", flush=True)
     peaks = {}
-    for method in METHODS:
+    for method in methods:
         if device.type == "cuda":
             peaks[method] = peak_megabytes(name, method, device.type)
         else:  # a process of its own, so that its peak of memory is its own
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 peaks[method] = pool.apply(peak_megabytes, (name, method, device.type))
-    runs = {method: Run(work, method, device) for method in METHODS}
+    runs = {method: Run(work, method, device) for method in methods}
     for run in runs.values():
         run.milliseconds(2)  # warms up
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    times: dict[str, list[float]] = {method: [] for method in methods}
     gc.collect()
     gc.disable()  # the garbage of one method is not to be collected in the time of another
     for _ in range(rounds):
@@ -215,11 +216,13 @@ def main() -> None:
     parser.add_argument(
         "--work", nargs="+", default=["resnet20", "resnet50", "resnet50-64", "bert"]
     )
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    methods = ["plain", *(method for method in arguments.methods if method != "plain")]
     print(machine(device), flush=True)
     for name in arguments.work:
-        measure(name, device, arguments.rounds)
+        measure(name, device, arguments.rounds, methods)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,11 @@ from torchcram._kernels.select import REGISTERS, _select_kernel
 from torchcram._kernels.table import CHUNK, WARPS
 from torchcram._kernels.zero import _zero_kernel
 
-SHORT = {name: "*i32" for name in ("counts", "found", "until", "signals")}
-OTHER = {"mask": "*i1", "chunk_count": "i32", "segment_count": "i32"}
+OTHER = {"mask": "*i1", "chunk_count": "i32", "tensor_count": "i32", "segment_count": "i32"}
 
 
 def compile_(kernel, constants, **options):
-    types = {**dict.fromkeys(kernel.arg_names, "*i64"), **SHORT, **OTHER}
+    types = {**dict.fromkeys(kernel.arg_names, "*i64"), **OTHER}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     source = ASTSource(kernel, signature, values)
@@ -35,10 +34,10 @@ def compile_(kernel, constants, **options):
 
 for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
     common = {"KEY": key, "ALIGNED": True, "SIZE": CHUNK}
-    for copies in (1, 8):
+    for stride, depth in ((1, 0), (8, 7)):
         compile_(
             _select_kernel,
-            {**common, "SIGN": sign, "COPIES": copies},
+            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": 512, "DEPTH": depth},
             maxnreg=REGISTERS,
             launch_cooperative_grid=True,
         )

@@ -72,14 +72,14 @@ def keep_largest(
             processes; `keep` then counts in the whole. Ties are then kept by position within each
             process's own part.
     """
-    total = sum(tensor.numel() for tensor in tensors)
+    total = sum([tensor.numel() for tensor in tensors])
     if keep < 0 or (reduce is None and keep > total):
         raise ValueError(f"cannot keep {keep} of {total} values")
     if not tensors:
         return []
     tensors = _comparable(tensors)
     if reduce is None and (select := _kernel_for(tensors)) is not None:
-        return select(tensors, [keep], [0] * len(tensors))
+        return select(tensors, [keep], (0,) * len(tensors))
     return _masks(tensors, kth_largest(tensors, keep, reduce=reduce))
 
 
@@ -205,9 +205,11 @@ def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None:
     """Returns `keep_largest` of the CUDA kernels if that can select from `tensors`."""
     kernels = cuda_kernels()
-    if kernels is None or not tensors or not all(tensor.numel() for tensor in tensors):
+    if kernels is None or not tensors or not tensors[0].is_cuda:
         return None
-    dtypes, devices = {t.dtype for t in tensors}, {t.device for t in tensors}
-    alike = len(dtypes) == len(devices) == 1 and tensors[0].is_cuda
+    dtypes = {tensor.dtype for tensor in tensors}
+    devices = {tensor.get_device() for tensor in tensors}  # -1: the CPU
+    if len(dtypes) > 1 or len(devices) > 1 or tensors[0].dtype not in kernels.KEYS:
+        return None
     select: Callable[..., list[Tensor]] = kernels.keep_largest
-    return select if alike and tensors[0].dtype in kernels.KEYS else None
+    return select if 0 not in [tensor.numel() for tensor in tensors] else None

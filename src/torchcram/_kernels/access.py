@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchcram._kernels.table import ROW
+
 
 @triton.jit
 def _chunk(row, KEY: tl.constexpr, ALIGNED: tl.constexpr):
@@ -16,13 +18,30 @@ def _chunk(row, KEY: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _keys(pointer, place, left, SIGN: tl.constexpr, SIZE: tl.constexpr):
+def _bits(pointer, place, left, SIZE: tl.constexpr):
     # a whole chunk loads without a mask, in vectors
     if left >= SIZE:
         bits = tl.load(pointer + place)
     else:
         bits = tl.load(pointer + place, mask=place < left, other=0)
-    return bits.to(tl.int32) & SIGN
+    return bits
+
+
+@triton.jit
+def _read(rows, chunk, KEY: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
+    """Reads a chunk: its bits, the elements up to the end of its tensor, its segment."""
+    row = rows + chunk * ROW
+    pointer, left = _chunk(row, KEY, ALIGNED)
+    return _bits(pointer, tl.arange(0, SIZE), left, SIZE), left, tl.load(row + 3)
+
+
+@triton.jit
+def _key(bits, place, left, SIGN: tl.constexpr, SIZE: tl.constexpr):
+    # -1 beyond the end of a tensor
+    key = bits.to(tl.int32) & SIGN
+    if left < SIZE:
+        key = tl.where(place < left, key, -1)
+    return key
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchcram._kernels.access import _chunk, _fresh, _keys
+from torchcram._kernels.access import _bits, _chunk, _fresh, _key, _read
 from torchcram._kernels.rank import STATE
 from torchcram._kernels.table import INFO, ROW, SEGMENT
 
@@ -35,28 +35,16 @@ def _keys_in_order(row, info, pointer, place, left, SIGN: tl.constexpr):
 
 
 @triton.jit
-def _count_ties(
-    chunk, rows, info, state, found,
-    KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Counts the keys of a chunk that equal the k-th, where not all of them are kept."""
-    row = rows + chunk * ROW
+def _ties_in_order(row, info, threshold, KEY: tl.constexpr, SIGN: tl.constexpr,
+                   ALIGNED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    # the keys equal to the threshold in a chunk of the row-major order
     pointer, left = _chunk(row, KEY, ALIGNED)
-    here = state + tl.load(row + 3) * STATE
-    if _fresh(here + 3) < _fresh(here + 4):
-        threshold = _fresh(here).to(tl.int32)
-        if tl.load(info + tl.load(row + 4) * INFO + 2) > 1:
-            ties = tl.zeros([PART], tl.int32)
-            for start in range(0, SIZE, PART):
-                part = start + tl.arange(0, PART)
-                ordered, _ = _keys_in_order(row, info, pointer, part, left, SIGN)
-                ties += ((ordered == threshold) & (part < left)).to(tl.int32)
-            tl.store(found + chunk, tl.sum(ties))
-        else:  # the order in memory is that of the index
-            place = tl.arange(0, SIZE)
-            key = _keys(pointer, place, left, SIGN, SIZE)
-            tied = (key == threshold) & (place < left)
-            tl.store(found + chunk, tl.sum(tied.to(tl.int32)))
+    ties = tl.zeros([PART], tl.int32)
+    for start in range(0, SIZE, PART):
+        part = start + tl.arange(0, PART)
+        key, _ = _keys_in_order(row, info, pointer, part, left, SIGN)
+        ties += ((key == threshold) & (part < left)).to(tl.int32)
+    return tl.sum(ties)
 
 
 @triton.jit
@@ -86,35 +74,70 @@ def _add_up(segment, segments, found, until, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _write_mask(
+def _store(out, place, left, kept, SIZE: tl.constexpr):
+    if left >= SIZE:
+        tl.store(out + place, kept.to(tl.uint8))
+    else:
+        tl.store(out + place, kept.to(tl.uint8), mask=place < left)
+
+
+@triton.jit
+def _write_masks(
+    begin, end, rows, info, state, found, mask,
+    KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes True where a key is above the k-th, and for those equal to it if all are kept.
+
+    Where only some are kept, writes how many there are in each chunk.
+    """
+    place = tl.arange(0, SIZE)
+    current = tl.full([], -1, tl.int64)
+    threshold = tl.zeros([], tl.int32)
+    take = tl.full([], 1, tl.int32)
+    bits, left, segment = _read(rows, begin, KEY, ALIGNED, SIZE)
+    for chunk in range(begin, end):
+        row = rows + chunk * ROW
+        ahead = tl.where(chunk + 1 < end, chunk + 1, chunk)
+        bits_ahead, left_ahead, segment_ahead = _read(rows, ahead, KEY, ALIGNED, SIZE)
+        if segment != current:
+            current = segment
+            here = state + segment * STATE
+            threshold = _fresh(here).to(tl.int32)
+            take = (_fresh(here + 3) >= _fresh(here + 4)).to(tl.int32)
+        key = _key(bits, place, left, SIGN, SIZE)
+        out = mask + tl.multiple_of(tl.load(row + 2), 16)
+        _store(out, place, left, key > threshold - take, SIZE)
+        if take == 0:
+            if tl.load(info + tl.load(row + 4) * INFO + 2) > 1:
+                ties = _ties_in_order(row, info, threshold, KEY, SIGN, ALIGNED, SIZE)
+            else:  # the order in memory is that of the index
+                ties = tl.sum((key == threshold).to(tl.int32))
+            tl.store(found + chunk, ties)
+        bits = bits_ahead
+        left = left_ahead
+        segment = segment_ahead
+
+
+@triton.jit
+def _settle(
     chunk, rows, info, state, found, until, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes True where a key is above the k-th, and for the first `rank` of those equal to it."""
+    """Writes the mask of a chunk again if the first ties of its segment, by position, are in it."""
     row = rows + chunk * ROW
-    pointer, left = _chunk(row, KEY, ALIGNED)
-    place = tl.arange(0, SIZE)
-    key = _keys(pointer, place, left, SIGN, SIZE)
-    out = mask + tl.multiple_of(tl.load(row + 2), 16)
+    here_found = _fresh(found + chunk)
+    about = info + tl.load(row + 4) * INFO
+    ordered = tl.load(about + 2) == 1
     here = state + tl.load(row + 3) * STATE
-    threshold = _fresh(here).to(tl.int32)
     rank = _fresh(here + 3)
-    take = rank >= _fresh(here + 4)  # all of the ties, or none of those in this tensor
-    partly = False
-    if not take:
-        # position decides: which of the ties of this tensor come first in the segment?
-        about = info + tl.load(row + 4) * INFO
-        first = tl.load(about + 3)
-        earlier = _fresh(until + first) - _fresh(found + first)
-        through = _fresh(until + tl.load(about + 4))
-        take = through <= rank
-        partly = (earlier < rank) & (rank < through)
-        if partly:
-            before = _fresh(until + chunk) - _fresh(found + chunk)
+    if ((here_found > 0) | (not ordered)) & (rank < _fresh(here + 4)):
+        pointer, left = _chunk(row, KEY, ALIGNED)
+        threshold = _fresh(here).to(tl.int32)
+        out = mask + tl.multiple_of(tl.load(row + 2), 16)
+        before = _fresh(until + chunk) - here_found
+        if _fresh(until + tl.load(about + 4)) <= rank:  # all ties of the tensor
+            place = tl.arange(0, SIZE)
+            key = _bits(pointer, place, left, SIZE).to(tl.int32) & SIGN
+            _store(out, place, left, key >= threshold, SIZE)
+        elif (here_found > 0) & (before < rank):
             _write_first(row, info, pointer, left, threshold, rank, before, out, SIGN, SIZE)
-    if not partly:
-        kept = ((key > threshold) | ((key == threshold) & take)).to(tl.uint8)
-        if left >= SIZE:
-            tl.store(out + place, kept)
-        else:
-            tl.store(out + place, kept, mask=place < left)

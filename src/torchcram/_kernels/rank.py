@@ -1,13 +1,15 @@
 """The k-th largest key of every segment.
 
-A sample of the keys tells about where it is, as an interval. Every pass counts the keys of the
-interval in BINS bins and goes on with the bin that holds the k-th, until bins are one key wide. A
-sample that misleads costs further passes and nothing else.
+A sample of the keys tells about where it is, as an interval; where there are many, a look at part
+of the chunks makes that interval narrow. Then passes over all chunks count the keys of the interval
+in fine bins, which add up to coarse ones, and go on with the bin that holds the k-th, until it is
+one key wide: mostly after the first. A sample that misleads costs further passes, nothing else.
 
     rank   how many keys of the interval are to be kept
     ties   how many keys equal the k-th
     guess  the key that the sample takes for the k-th
-    above  how many keys lie above the first interval
+    above  how many keys lie above the interval
+    seen   how many keys the look at part of the chunks took in
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchcram._kernels.access import _chunk, _fresh, _keys
+from torchcram._kernels.access import _fresh, _key, _read
 from torchcram._kernels.table import ROW, SEGMENT
 
-BINS = tl.constexpr(2048)
-SAMPLE = tl.constexpr(4096)
+BINS = tl.constexpr(2048)  # coarse ones; each is up to 2 ** DEPTH fine ones
+SAMPLE = tl.constexpr(1024)
 PASSES = tl.constexpr(4)  # enough for any key: BINS ** 3 > 2 ** 31, and one if the sample misleads
-STATE = tl.constexpr(8)  # of a segment: low, last, shift, rank, ties, known, guess, above
+STATE = tl.constexpr(9)  # of a segment: low, last, shift, rank, ties, known, guess, above, seen
 
 
 @triton.jit
 def _narrow(here, low, last):
-    # stores an interval, with bins just wide enough to cover it
+    # stores an interval, with coarse bins just wide enough to cover it
     shift = tl.zeros([], tl.int64)
     for width in tl.static_range(21):
         shift += (last - low >= (BINS << width)).to(tl.int64)
@@ -79,23 +81,33 @@ def _guess(segment, rows, segments, keep, state, unsettled,
 
 
 @triton.jit
-def _flush(here, bins, known, often, above, first):
+def _bins(here, counts, segment, copy, DEPTH: tl.constexpr):
+    """Where a program counts: an interval of no more than BINS keys has room for many copies."""
+    bins = counts + segment * (BINS << DEPTH)
+    return bins + tl.where(_fresh(here + 2) == 0, copy * BINS, 0)
+
+
+@triton.jit
+def _flush(here, bins, known, often, above, seen, first, DEPTH: tl.constexpr):
     # hands the sums of a program over to its segment
     if known == 0:
-        if often > 0:
-            place = (_fresh(here + 6) - _fresh(here)) >> _fresh(here + 2)
+        guess = _fresh(here + 6)
+        low = _fresh(here)
+        if (often > 0) & (guess >= low) & (guess <= _fresh(here + 1)):
+            place = (guess - low) >> tl.maximum(_fresh(here + 2) - DEPTH, 0)
             tl.atomic_add(bins + place, often.to(tl.int32), sem="relaxed")
-        if first and above > 0:
+        if first:
             tl.atomic_add(here + 7, above, sem="relaxed")
+            tl.atomic_add(here + 8, seen, sem="relaxed")
 
 
 @triton.jit
 def _count(
-    begin, end, rows, state, counts, first, COPIES: tl.constexpr,
+    begin, end, stride, rows, state, counts, first, DEPTH: tl.constexpr,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys of some chunks to the bins of the intervals of their segments."""
-    copy = tl.program_id(0) % COPIES
+    """Adds the keys of every stride-th chunk to the fine bins of their segments."""
+    copy = tl.program_id(0) % (1 << DEPTH)
     place = tl.arange(0, SIZE)
     here = state
     bins = counts
@@ -103,50 +115,97 @@ def _count(
     known = tl.full([], 1, tl.int64)
     often = tl.zeros([], tl.int64)
     above = tl.zeros([], tl.int64)
+    seen = tl.zeros([], tl.int64)
     low = tl.zeros([], tl.int32)
-    last = low
-    shift = low
+    span = low
+    finer = low
     guess = low
-    for chunk in range(begin, end):
-        row = rows + chunk * ROW
-        pointer, left = _chunk(row, KEY, ALIGNED)
-        segment = tl.load(row + 3)
+    bits, left, segment = _read(rows, begin, KEY, ALIGNED, SIZE)
+    for chunk in range(begin, end, stride):
+        # the next chunk is on its way while this one is counted
+        ahead = tl.where(chunk + stride < end, chunk + stride, chunk)
+        bits_ahead, left_ahead, segment_ahead = _read(rows, ahead, KEY, ALIGNED, SIZE)
         if segment != current:
-            _flush(here, bins, known, often, above, first)
+            _flush(here, bins, known, often, above, seen, first, DEPTH)
             current = segment
             here = state + segment * STATE
-            bins = counts + (segment * COPIES + copy) * BINS
+            bins = _bins(here, counts, segment, copy, DEPTH)
             known = _fresh(here + 5)
             low = _fresh(here).to(tl.int32)
-            last = _fresh(here + 1).to(tl.int32)
-            shift = _fresh(here + 2).to(tl.int32)
-            guess = _fresh(here + 6).to(tl.int32)
+            span = _fresh(here + 1).to(tl.int32) - low
+            finer = tl.maximum(_fresh(here + 2) - DEPTH, 0).to(tl.int32)
+            guess = _fresh(here + 6).to(tl.int32) - low
             often = tl.zeros([], tl.int64)
             above = tl.zeros([], tl.int64)
+            seen = tl.zeros([], tl.int64)
         if known == 0:
-            key = _keys(pointer, place, left, SIGN, SIZE)
-            valid = place < left
-            inside = valid & (key >= low) & (key <= last)
+            offset = _key(bits, place, left, SIGN, SIZE) - low  # from -2 ** 31 to 2 ** 31 - 1
             # one key may make up much of a tensor (zero, a level of a quantizer): added up first
-            same = inside & (key == guess)
-            sums = tl.sum(same.to(tl.int32) + ((valid & (key > last)).to(tl.int32) << 16))
+            same = offset == guess
+            sums = tl.sum(same.to(tl.int32) | ((offset > span).to(tl.int32) << 16))
             often += sums & 0xFFFF
             above += sums >> 16
-            inside = inside & (key != guess)
-            tl.atomic_add(bins + ((key - low) >> shift), 1, mask=inside, sem="relaxed")
-    _flush(here, bins, known, often, above, first)
+            seen += tl.minimum(left, SIZE)
+            inside = (offset >= 0) & (offset <= span) & (offset != guess)
+            tl.atomic_add(bins + (offset >> finer), 1, mask=inside, sem="relaxed")
+        bits = bits_ahead
+        left = left_ahead
+        segment = segment_ahead
+    _flush(here, bins, known, often, above, seen, first, DEPTH)
 
 
 @triton.jit
-def _descend(segment, state, counts, unknown, unsettled, first,
-             COPIES: tl.constexpr, SIGN: tl.constexpr):  # fmt: skip
+def _add_bins(me, programs, segment_count, state, counts, coarse,
+              PARTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """Adds up the fine bins of every coarse one, or its copies; shared among all programs."""
+    for block in range(me, segment_count * PARTS, programs):
+        segment = block // PARTS
+        here = state + segment * STATE
+        if _fresh(here + 5) == 0:
+            shift = _fresh(here + 2)
+            deep = shift - tl.maximum(shift - DEPTH, 0)
+            bin_ = (block - segment * PARTS) * (BINS // PARTS) + tl.arange(0, BINS // PARTS)
+            place = tl.arange(0, 1 << DEPTH)[None, :]
+            # fine bins lie together, copies BINS apart
+            apart = place * BINS + bin_[:, None]
+            together = (bin_[:, None].to(tl.int64) << deep) + place
+            bins = counts + (segment + tl.zeros([], tl.int64)) * (BINS << DEPTH)
+            where = tl.where(shift == 0, apart, together)
+            inside = place + 0 * bin_[:, None] < tl.where(shift == 0, 1 << DEPTH, 1 << deep)
+            count = tl.load(bins + where, mask=inside, other=0, cache_modifier=".cg")
+            tl.store(coarse + segment * BINS + bin_, tl.sum(count, 1))
+
+
+@triton.jit
+def _refine(segment, segments, state, coarse):
+    """Narrows the interval to what part of the chunks says, give or take eight deviations."""
+    here = state + segment * STATE
+    seen = _fresh(here + 8).to(tl.float32)
+    if (tl.load(here + 5) == 0) & (seen > 0):
+        count = _fresh(coarse + segment * BINS + tl.arange(0, BINS)).to(tl.int64)
+        low = tl.load(here)
+        last = tl.load(here + 1)
+        shift = tl.load(here + 2)
+        above = _fresh(here + 7)
+        total = tl.load(segments + segment * SEGMENT + 2).to(tl.float32)
+        rank = tl.load(here + 3).to(tl.float32) / total * seen
+        margin = 8 * tl.sqrt(rank * (1 - rank / seen)) + 8
+        at_or_above = above + tl.sum(count) - tl.cumsum(count, 0) + count
+        lower = tl.sum((at_or_above >= (rank + margin).to(tl.int64)).to(tl.int64)) - 1
+        upper = tl.sum((at_or_above >= (rank - margin).to(tl.int64)).to(tl.int64))
+        if rank - margin > above.to(tl.float32):
+            last = tl.minimum(last, low + (tl.maximum(upper, 1) << shift) - 1)
+        _narrow(here, low + (tl.maximum(lower, 0) << shift), last)
+        tl.store(here + 7, 0)
+
+
+@triton.jit
+def _descend(segment, state, counts, coarse, unknown, unsettled, first,
+             DEPTH: tl.constexpr, SIGN: tl.constexpr):  # fmt: skip
     """Goes on with the bin that holds the k-th key, or beside an interval that does not."""
     here = state + segment * STATE
     if tl.load(here + 5) == 0:
-        place = tl.arange(0, BINS)
-        count = tl.zeros([BINS], tl.int64)
-        for copy in tl.static_range(COPIES):
-            count += _fresh(counts + (segment * COPIES + copy) * BINS + place).to(tl.int64)
+        count = _fresh(coarse + segment * BINS + tl.arange(0, BINS)).to(tl.int64)
         inside = tl.sum(count)
         low = tl.load(here)
         last = tl.load(here + 1)
@@ -163,18 +222,32 @@ def _descend(segment, state, counts, unknown, unsettled, first,
             tl.store(here + 3, rank - above - inside)
             tl.atomic_add(unknown, 1)
         else:
-            rank -= above
-            at_or_above = inside - tl.cumsum(count, 0) + count
-            chosen = tl.sum((at_or_above >= rank).to(tl.int64)) - 1
-            rank -= tl.sum(tl.where(place > chosen, count, 0))
-            ties = tl.sum(tl.where(place == chosen, count, 0))
+            chosen, rank, ties = _bin_of(count, tl.arange(0, BINS), rank - above)
             low += chosen << shift
-            _narrow(here, low, tl.minimum(last, low + ((1 + tl.zeros([], tl.int64)) << shift) - 1))
+            finer = tl.maximum(shift - DEPTH, 0)
+            if shift > 0:
+                place = tl.arange(0, 1 << DEPTH)
+                within = place < (1 << (shift - finer))
+                fine = counts + (segment + tl.zeros([], tl.int64)) * (BINS << DEPTH)
+                fine += (chosen << (shift - finer)) + place
+                deeper = tl.load(fine, mask=within, other=0, cache_modifier=".cg")
+                chosen, rank, ties = _bin_of(deeper.to(tl.int64), place, rank)
+                low += chosen << finer
+            _narrow(here, low, tl.minimum(last, low + ((1 + tl.zeros([], tl.int64)) << finer) - 1))
             tl.store(here + 3, rank)
             tl.store(here + 4, ties)
-            if shift == 0:
+            if finer == 0:
                 tl.store(here + 5, 1)
                 if rank < ties:
                     tl.atomic_add(unsettled, 1)
             else:
                 tl.atomic_add(unknown, 1)
+
+
+@triton.jit
+def _bin_of(count, place, rank):
+    # (the bin that holds the key of that rank from above, its rank there, the keys there)
+    at_or_above = tl.sum(count) - tl.cumsum(count, 0) + count
+    chosen = tl.sum((at_or_above >= rank).to(tl.int64)) - 1
+    rank -= tl.sum(tl.where(place > chosen, count, 0))
+    return chosen, rank, tl.sum(tl.where(place == chosen, count, 0))

@@ -11,19 +11,29 @@ import triton.language as tl
 from torch._utils import _unflatten_dense_tensors
 
 from torchcram._kernels.access import _fresh, _wait_for_all
-from torchcram._kernels.mask import _add_up, _count_ties, _write_mask
-from torchcram._kernels.rank import BINS, PASSES, STATE, _count, _descend, _guess
+from torchcram._kernels.mask import _add_up, _settle, _write_masks
+from torchcram._kernels.rank import (
+    BINS,
+    PASSES,
+    STATE,
+    _add_bins,
+    _count,
+    _descend,
+    _guess,
+    _refine,
+)
 from torchcram._kernels.table import (
     CHUNK,
+    INFO,
     KEYS,
+    ROW,
     WARPS,
     Layout,
+    _addresses,
     _all_contiguous,
     _flat,
     _on_device,
     _pointers,
-    _rows,
-    _table,
     layout,
 )
 
@@ -34,45 +44,71 @@ if TYPE_CHECKING:
 
 PROGRAMS = 4  # per multiprocessor, all running at the same time
 REGISTERS = 128  # per thread, so that they fit
-COPIES = 8  # of the counts, so that programs seldom add to the same place at the same time
+STRIDE = 8  # of many chunks, one in so many is looked at first
+PARTS = 512  # in which the fine bins are added up, where there are programs enough
+DEPTH = 7  # bits that fine bins go deeper than coarse ones
+SIGNALS = tl.constexpr(PASSES.value + 2)  # arrivals, segments unknown after each pass, unsettled
 
 
 @triton.jit
 def _select_kernel(
-    rows, info, segments, keep, state, counts, found, until, signals, mask,
-    chunk_count, segment_count, COPIES: tl.constexpr,
+    table, keep, scratch, mask, chunk_count, tensor_count, segment_count,
+    STRIDE: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Finds the k-th key of every segment and writes the masks."""
+    rows = table
+    info = rows + chunk_count * ROW
+    segments = info + tensor_count * INFO
+    state = scratch
+    words = (scratch + segment_count * STATE).to(tl.pointer_type(tl.int32))
+    found = words + SIGNALS
+    until = found + chunk_count
+    coarse = until + chunk_count
+    counts = coarse + segment_count * BINS
+    unsettled = words + PASSES + 1  # segments in which position decides among ties
     me = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = (me.to(tl.int64) * chunk_count // programs).to(tl.int32)
     end = ((me.to(tl.int64) + 1) * chunk_count // programs).to(tl.int32)
-    unsettled = signals + PASSES + 1  # segments in which position decides among ties
     for segment in range(me, segment_count, programs):
         _guess(segment, rows, segments, keep, state, unsettled, KEY, SIGN, SIZE)
-    _wait_for_all(signals, 1, programs)
+    _wait_for_all(words, 1, programs)
     turn = 1
+    bins = counts
+    if STRIDE > 1:
+        _count(begin, end, STRIDE, rows, state, bins, True, DEPTH, KEY, SIGN, ALIGNED, SIZE)
+        _wait_for_all(words, 2, programs)
+        _add_bins(me, programs, segment_count, state, bins, coarse, PARTS, DEPTH)
+        _wait_for_all(words, 3, programs)
+        for segment in range(me, segment_count, programs):
+            _refine(segment, segments, state, coarse)
+        _wait_for_all(words, 4, programs)
+        turn = 4
+        bins += segment_count * (BINS << DEPTH)
     unknown = segment_count
     for one in range(PASSES):
         if unknown > 0:
-            bins = counts + one * segment_count * COPIES * BINS
-            _count(begin, end, rows, state, bins, one == 0, COPIES, KEY, SIGN, ALIGNED, SIZE)
-            _wait_for_all(signals, turn + 1, programs)
+            first = one == 0
+            _count(begin, end, 1, rows, state, bins, first, DEPTH, KEY, SIGN, ALIGNED, SIZE)
+            _wait_for_all(words, turn + 1, programs)
+            _add_bins(me, programs, segment_count, state, bins, coarse, PARTS, DEPTH)
+            _wait_for_all(words, turn + 2, programs)
             for segment in range(me, segment_count, programs):
-                _descend(segment, state, bins, signals + one + 1, unsettled, one == 0, COPIES, SIGN)
-            _wait_for_all(signals, turn + 2, programs)
-            turn += 2
-            unknown = _fresh(signals + one + 1)
+                _descend(segment, state, bins, coarse, words + one + 1, unsettled, first,
+                         DEPTH, SIGN)  # fmt: skip
+            _wait_for_all(words, turn + 3, programs)
+            turn += 3
+            unknown = _fresh(words + one + 1)
+            bins += segment_count * (BINS << DEPTH)
+    _write_masks(begin, end, rows, info, state, found, mask, KEY, SIGN, ALIGNED, SIZE)
     if _fresh(unsettled) > 0:
-        for chunk in range(begin, end):
-            _count_ties(chunk, rows, info, state, found, KEY, SIGN, ALIGNED, SIZE)
-        _wait_for_all(signals, turn + 1, programs)
+        _wait_for_all(words, turn + 1, programs)
         for segment in range(me, segment_count, programs):
             _add_up(segment, segments, found, until, SIZE)
-        _wait_for_all(signals, turn + 2, programs)
-    for chunk in range(begin, end):
-        _write_mask(chunk, rows, info, state, found, until, mask, KEY, SIGN, ALIGNED, SIZE)
+        _wait_for_all(words, turn + 2, programs)
+        for chunk in range(begin, end):
+            _settle(chunk, rows, info, state, found, until, mask, KEY, SIGN, ALIGNED, SIZE)
 
 
 def keep_largest(
@@ -93,20 +129,24 @@ def keep_largest(
     else:
         tensors = [tensor if layout(tensor) else tensor.contiguous() for tensor in tensors]
         layouts = tuple([layout(tensor) or Layout(tensor.numel()) for tensor in tensors])
-    table = _table(layouts, segments, device, CHUNK)
     pointers, aligned = _pointers(tensors)
-    rows = _rows(pointers, layouts, segments, device, itemsize=dtype.itemsize, chunk=CHUNK)
-    chunks, groups = len(rows), len(keep)
-    copies = max(COPIES // groups, 1)
-    sizes = [2 * STATE.value * groups, PASSES.value * groups * copies * BINS.value]
-    sizes += [chunks, chunks, PASSES.value + 2]
-    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-    state, counts, found, until, signals = zeros.split(sizes)
+    table, rows = _addresses(
+        pointers, layouts, segments, device, itemsize=dtype.itemsize, chunk=CHUNK
+    )
+    chunks, groups = len(table.chunks), len(keep)
+    programs = min(chunks, _programs(device))
+    stride = STRIDE if chunks >= STRIDE * programs else 1
+    shared_by = (groups - 1).bit_length()
+    depth = max(DEPTH - shared_by, 0)
+    parts = max(PARTS >> shared_by, 1) if programs >= PARTS else 1
+    counts = groups * (BINS.value << depth) * (PASSES.value + (stride > 1))
+    words = SIGNALS.value + 2 * chunks + groups * BINS.value + counts
+    scratch = torch.zeros(STATE.value * groups + -(-words // 2), dtype=torch.int64, device=device)
     mask = torch.empty(table.size, dtype=torch.bool, device=device)
-    _select_kernel[min(chunks, _programs(device)),](
-        rows, table.info, table.segments, _on_device(tuple(keep), device),
-        state.view(torch.int64), counts, found, until, signals, mask, chunks, groups, copies,
-        KEYS[dtype], (1 << (8 * dtype.itemsize - 1)) - 1, aligned, CHUNK,
+    _select_kernel[programs,](
+        rows, _on_device(tuple(keep), device), scratch, mask, chunks, len(tensors), groups,
+        stride, parts, depth, KEYS[dtype], (1 << (8 * dtype.itemsize - 1)) - 1,
+        aligned, CHUNK,
         num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     if table.packed and contiguous:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CHUNK = 4096  # elements treated at a time
+CHUNK = 2048  # elements treated at a time
 WARPS = 4  # that share them
 KEYS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int16}
 ROW = tl.constexpr(5)  # columns of Table.chunks
@@ -32,8 +32,9 @@ class Layout(NamedTuple):
 class Table(NamedTuple):
     """Where the chunks of a list of tensors are, and what is ranked together.
 
-    A row of `chunks` holds: the first element (`_rows` makes an address of it), how many elements
-    there are from there to the end of the tensor, the offset of the mask, the segment, the tensor.
+    A row of `chunks` holds: the first element (`_addresses` makes an address of it), how many
+    elements there are from there to the end of the tensor, the offset of the mask, the segment, the
+    tensor.
     """
 
     chunks: Tensor  # (chunks, ROW)
@@ -113,7 +114,7 @@ def _table(
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(
+def _addresses(
     pointers: tuple[int, ...],
     layouts: tuple[Layout, ...],
     segments: tuple[int, ...],
@@ -121,12 +122,13 @@ def _rows(
     *,
     itemsize: int,
     chunk: int,
-) -> Tensor:
-    """The chunks of a table with addresses for offsets."""
-    rows = _table(layouts, segments, device, chunk).chunks.clone()
+) -> tuple[Table, Tensor]:
+    """Returns a table, and all of it in one tensor with addresses for offsets."""
+    table = _table(layouts, segments, device, chunk)
+    rows = table.chunks.clone()
     rows[:, 0] *= itemsize
     rows[:, 0] += _to_device(pointers, device)[rows[:, 4]]
-    return rows
+    return table, torch.cat([rows.view(-1), table.info.view(-1), table.segments.view(-1)])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from torchcram._kernels.access import _keys
+from torchcram._kernels.access import _bits
 from torchcram._kernels.table import CHUNK, KEYS, ROW, WARPS, _flat, _on_device, _pointers, _table
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _zero_kernel(
         pointer = tl.multiple_of(pointer, 16)
         kept = tl.multiple_of(kept, 16)
     place = tl.arange(0, SIZE)
-    keep = _keys(kept + start, place, left, 1, SIZE) != 0
+    keep = _bits(kept + start, place, left, SIZE) != 0
     if left >= SIZE:
         bits = tl.load(pointer + start + place)
         tl.store(pointer + start + place, tl.where(keep, bits, 0))

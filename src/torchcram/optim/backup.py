@@ -37,11 +37,11 @@ class Backup:
 
     def _memory(self, parameter: Tensor) -> Tensor:
         held = self._copies.get(id(parameter))
-        if held is None or held[0] is not parameter or not _alike(held[1], parameter):
+        if held is None or held[0] is not parameter or _kind(held[1]) != _kind(parameter):
             held = (parameter, torch.empty_like(parameter))
             self._copies[id(parameter)] = held
         return held[1]
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.get_device(), tensor.shape

@@ -51,17 +51,20 @@ def add_gradients(gradients: Gradients) -> None:
     """Adds gradients to what `.grad` holds."""
     ours, theirs = [], []
     for parameter, gradient in gradients:
-        if parameter.grad is None:
+        second = parameter.grad
+        if second is None:
             parameter.grad = gradient
-        elif parameter.grad.data_ptr() == gradient.data_ptr() and gradient.numel():
-            shape = tuple(parameter.shape)
+        else:
+            ours.append(second)
+            theirs.append(gradient)
+    pointers = [gradient.data_ptr() for gradient in theirs]
+    for second, pointer in zip(ours, pointers, strict=True):
+        if second.data_ptr() == pointer and pointer:
+            shape = tuple(second.shape)
             raise RuntimeError(
                 f"the second gradient of a parameter of shape {shape} was written over the first: "
                 "let backward allocate it (zero_grad) instead of using a buffer again"
             )
-        else:
-            ours.append(parameter.grad)
-            theirs.append(gradient)
     add_scaled_(ours, theirs, 1.0)
 
 
