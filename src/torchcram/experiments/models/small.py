@@ -1,4 +1,4 @@
-"""Models for small images."""
+"""Models of under a million weights, for small images."""
 
 from __future__ import annotations
 

@@ -1,0 +1,132 @@
+"""What a recipe says, as objects: the model, the optimizer, the batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import SGD, AdamW
+
+from torchcram import CrAM, compressible_weights
+from torchcram.experiments.data import (
+    DataSet,
+    PictureSet,
+    ResidentBatches,
+    StreamBatches,
+    make_batches,
+)
+from torchcram.experiments.models import build_model
+from torchcram.optim.rules import RULES
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram import Weights
+    from torchcram.experiments.recipe import OptimizerConfig, Recipe
+
+TEST_PIXELS = 1 << 21  # of a batch, about: small enough for any GPU, large enough to keep it busy
+TEST_BATCH = (64, 2048)  # images, at least and at most
+
+
+def build_initial_model(
+    recipe: Recipe, *, classes: int, seed: int, pretrained: bool | None = None
+) -> nn.Module:
+    """Returns the model of a recipe with the weights of a seed; no global generator moves.
+
+    Args:
+        recipe: whose section `model` counts.
+        classes: how many scores it gives.
+        seed: of what is random in the weights.
+        pretrained: instead of what the recipe says, where the weights are to be replaced anyway.
+    """
+    if pretrained is None:
+        pretrained = recipe.model.pretrained
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPUs too
+        return build_model(recipe.model.name, classes=classes, pretrained=pretrained)
+
+
+def build_batches(
+    recipe: Recipe, data: DataSet | PictureSet, *, train: bool, device: torch.device, seed: int
+) -> ResidentBatches | StreamBatches:
+    """Returns the training batches of a recipe, or test batches of a size that suits the images."""
+    batch_size = recipe.train.batch_size
+    if not train:
+        pixels = _pixels(recipe, data)
+        batch_size = max(TEST_BATCH[0], min(TEST_PIXELS // pixels, TEST_BATCH[1]))
+    return make_batches(
+        data,
+        train=train,
+        batch_size=batch_size,
+        augment=recipe.data.augment,
+        device=device,
+        seed=seed,
+        image_size=recipe.data.image_size,
+    )
+
+
+def _pixels(recipe: Recipe, data: DataSet | PictureSet) -> int:
+    if isinstance(data, DataSet):
+        return data.test.images[0, ..., 0].numel()
+    return (recipe.data.image_size or 1) ** 2
+
+
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """Moves a model to a device, where convolutions on a GPU find channels last."""
+    if device.type == "cuda":
+        return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return model.to(device)
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer:
+    """Returns the optimizer of a recipe: `CrAM` around the base optimizer, or that one bare.
+
+    Args:
+        recipe: whose sections `optimizer` and `cram` count.
+        model: where it is to be trained; on a GPU the base optimizer is a fused one.
+        seed: of the draws of operators.
+    """
+    base = _base(recipe.optimizer, model)
+    cram = recipe.cram
+    if cram is None:
+        return base
+    rule = RULES[cram.rule]
+    return CrAM(
+        model,
+        base,
+        cram.operators,
+        rho=cram.rho,
+        rule=rule,
+        sparse_gradients=cram.sparse_gradients,
+        normalize=cram.normalize,
+        mask_interval=cram.mask_interval,
+        base_step_probability=cram.base_step_probability,
+        weights=trained_weights(recipe, model) if rule.compresses else None,
+        seed=seed,
+    )
+
+
+def trained_weights(recipe: Recipe, model: nn.Module) -> Weights:
+    """Returns the weights that training compresses; all compressible ones where it does not."""
+    cram = recipe.cram
+    if cram is None:
+        return compressible_weights(model)
+    return compressible_weights(model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends)
+
+
+def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fused = True if parameters[0].is_cuda else None  # None: torch chooses
+    if config.name == "sgd":
+        return SGD(
+            parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            fused=fused,
+        )
+    if config.name == "adamw":
+        return AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    raise ValueError(f"optimizer {config.name!r}: allowed are 'sgd' and 'adamw'")

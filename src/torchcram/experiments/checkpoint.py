@@ -1,0 +1,101 @@
+"""Checkpoints: written whole or not at all, read without executing code, checked before use.
+
+A file is one line, `torchcram-checkpoint 1 <sha256>`, and then what `torch.save` makes of
+{"identity": ..., "epoch": ..., "state": ...}; the digest is of all that follows the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchcram.experiments.files import remove_leftovers, write_atomically
+from torchcram.experiments.identity import explain_differences
+
+KEPT = 2
+_MAGIC = b"torchcram-checkpoint 1 "
+_HEADER = len(_MAGIC) + 64 + 1  # a digest in hexadecimal digits, a line feed
+_NAME = re.compile(r"epoch-(\d{4,})\.pt")
+
+
+def save_checkpoint(
+    folder: Path, epoch: int, state: Mapping[str, Any], *, identity: Mapping[str, Any]
+) -> Path:
+    """Writes `epoch-0012.pt` and removes all but the two newest up to it.
+
+    Args:
+        folder: made if it is not there.
+        epoch: how many are done.
+        state: tensors, numbers, text, and dicts, lists and tuples of them.
+        identity: what the run is, likewise; `load_latest` refuses to continue another one.
+
+    Returns:
+        The path of the file.
+    """
+    buffer = io.BytesIO()
+    torch.save({"identity": dict(identity), "epoch": epoch, "state": dict(state)}, buffer)
+    payload = buffer.getbuffer()
+    digest = hashlib.sha256(payload).hexdigest().encode()
+    path = folder / f"epoch-{epoch:04d}.pt"
+    write_atomically(path, b"".join((_MAGIC, digest, b"\n", payload)))
+    for old in [one for number, one in _found(folder) if number <= epoch][KEPT:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load_latest(folder: Path, identity: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    """Returns the epoch and state of the newest checkpoint that is whole, or None without one.
+
+    A file that is cut off, altered or something else is named in a warning, and the one before it
+    is taken. What a killed process was writing is removed.
+
+    Args:
+        folder: need not be there.
+        identity: of the run that is to continue.
+
+    Raises:
+        ValueError: if the checkpoint is of another run, naming in what they differ.
+    """
+    remove_leftovers(folder)
+    for number, path in _found(folder):
+        try:
+            content = _read(path, number)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{path} is not used: {error}", stacklevel=2)
+            continue
+        if different := explain_differences(content["identity"], identity):
+            raise ValueError(f"{path} is of another run: {'; '.join(different)}")
+        return number, content["state"]
+    return None
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """Returns the checkpoints of a folder by epoch, newest first."""
+    names = [(_NAME.fullmatch(path.name), path) for path in folder.glob("epoch-*.pt")]
+    return sorted(((int(match[1]), path) for match, path in names if match), reverse=True)
+
+
+def _read(path: Path, epoch: int) -> dict[str, Any]:
+    whole = path.read_bytes()
+    if not whole.startswith(_MAGIC):
+        raise ValueError("it is not a checkpoint of torchcram")
+    digest, payload = whole[len(_MAGIC) : _HEADER - 1], memoryview(whole)[_HEADER:]
+    if hashlib.sha256(payload).hexdigest().encode() != digest or whole[_HEADER - 1] != ord("\n"):
+        raise ValueError("it is cut off or altered, its digest is another one")
+    try:
+        content = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
+        raise ValueError(f"torch cannot read it: {error}") from error
+    if not isinstance(content, dict) or content.keys() != {"identity", "epoch", "state"}:
+        raise ValueError("it does not hold identity, epoch and state")
+    if content["epoch"] != epoch:
+        raise ValueError(f"it is of epoch {content['epoch']}, not {epoch}")
+    return content

@@ -1,0 +1,30 @@
+"""Image data: by name from files, packed, and as batches on a device."""
+
+from torchcram.experiments.data.augment import AUGMENTS
+from torchcram.experiments.data.batches import calibration_batches, make_batches
+from torchcram.experiments.data.images import DataSet, Images, hold_out
+from torchcram.experiments.data.packed import PackedError, pack, read_packed, write_packed
+from torchcram.experiments.data.pictures import Pictures, PictureSet
+from torchcram.experiments.data.resident import NO_LABEL, ResidentBatches
+from torchcram.experiments.data.sources import dataset_names, load_data
+from torchcram.experiments.data.stream import StreamBatches
+
+__all__ = [
+    "AUGMENTS",
+    "NO_LABEL",
+    "DataSet",
+    "Images",
+    "PackedError",
+    "PictureSet",
+    "Pictures",
+    "ResidentBatches",
+    "StreamBatches",
+    "calibration_batches",
+    "dataset_names",
+    "hold_out",
+    "load_data",
+    "make_batches",
+    "pack",
+    "read_packed",
+    "write_packed",
+]

@@ -1,0 +1,126 @@
+"""The epochs of a training, one at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchcram.experiments.build import build_batches, trained_weights
+from torchcram.experiments.evaluate import evaluate
+from torchcram.experiments.mask_change import MaskChange
+from torchcram.experiments.runlog import EpochRecord
+from torchcram.experiments.schedule import lr_at, set_lr_
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.step import MakeStep
+
+Progress = Callable[[float, int, "EpochRecord | None"], None]
+"""Called with the epochs done, fractions too, all epochs, and the record of the one just done."""
+
+OFTEN = 0.2  # seconds, at least, between two calls within an epoch
+
+
+class Loop:
+    """Runs epochs of a recipe.
+
+    Args:
+        recipe: what to do.
+        model: on `device`, with the state to continue from.
+        optimizer: likewise.
+        data: to train and test on.
+        seed: of the batches.
+        device: of all that is computed.
+        make_step: how steps are taken.
+        progress: told of every epoch, and now and then in between.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        data: DataSet | PictureSet,
+        seed: int,
+        device: torch.device,
+        make_step: MakeStep,
+        progress: Progress | None,
+    ) -> None:
+        self._recipe, self._model, self._optimizer = recipe, model, optimizer
+        self._device = device
+        self._batches = build_batches(recipe, data, train=True, device=device, seed=seed)
+        self._test = build_batches(recipe, data, train=False, device=device, seed=seed)
+        self._images = len(self._batches) * min(recipe.train.batch_size, len(data.train))
+        self._step = make_step(model, optimizer, self._batches, recipe.train, device)
+        operators = recipe.cram.operators if recipe.cram is not None else ()
+        self._change = MaskChange(trained_weights(recipe, model), operators)
+        self._progress = progress or (lambda *_: None)
+        self._told = -math.inf  # when progress was called last
+
+    def run(self, epoch: int, *, test: bool) -> EpochRecord:
+        """Trains for one epoch.
+
+        Args:
+            epoch: which, from 0.
+            test: whether to measure the accuracy after it.
+
+        Raises:
+            FloatingPointError: if the loss is not finite.
+        """
+        begin = time.perf_counter()
+        lr = self._train(epoch)
+        loss, compressed_loss = self._step.losses()  # waits for the device
+        trained = time.perf_counter()
+        if not math.isfinite(loss) or not math.isfinite(compressed_loss or 0):
+            raise FloatingPointError(
+                f"epoch {epoch + 1}: the training loss is {loss} at w, {compressed_loss} at w~; "
+                "a smaller learning rate or rho may help"
+            )
+        return EpochRecord(
+            epoch=epoch + 1,
+            loss=loss,
+            compressed_loss=compressed_loss,
+            accuracy=self.accuracy() if test else None,
+            lr=lr,
+            mask_change=self._change.update(),
+            images_per_second=self._images / (trained - begin),
+            seconds=time.perf_counter() - begin,
+        )
+
+    def accuracy(self) -> float:
+        """Returns the test accuracy of the model as it is."""
+        precision = self._recipe.train.precision
+        return evaluate(self._model, self._test.epoch(0), self._device, precision=precision)
+
+    def tell(self, done: float, record: EpochRecord | None = None) -> None:
+        """Tells of the progress; within an epoch only now and then."""
+        now = time.perf_counter()
+        if record is not None or done == 0 or now - self._told >= OFTEN:
+            self._progress(done, self._recipe.train.epochs, record)
+            self._told = now
+
+    def _train(self, epoch: int) -> float:
+        """Takes the steps of an epoch; returns the last learning rate."""
+        recipe, steps, lr = self._recipe, len(self._batches), 0.0
+        self._model.train()
+        self._step.start_epoch(epoch)
+        for number in range(steps):
+            lr = lr_at(
+                epoch * steps + number,
+                steps,
+                recipe.schedule,
+                lr=recipe.optimizer.lr,
+                epochs=recipe.train.epochs,
+            )
+            set_lr_(self._optimizer, lr)
+            self._step.run()
+            self.tell(epoch + (number + 1) / steps)
+        return lr

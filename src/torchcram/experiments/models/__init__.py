@@ -1,0 +1,28 @@
+"""Models to train, by name or by class."""
+
+from torchcram.experiments.models.build import (
+    TORCHVISION,
+    build_model,
+    is_model_name,
+    model_names,
+    own_model_names,
+    replace_head_,
+)
+from torchcram.experiments.models.cifar import VGG, ProjectionBlock, ResNet18
+from torchcram.experiments.models.small import BasicBlock, ConvNet, ResNet, resnet20
+
+__all__ = [
+    "TORCHVISION",
+    "VGG",
+    "BasicBlock",
+    "ConvNet",
+    "ProjectionBlock",
+    "ResNet",
+    "ResNet18",
+    "build_model",
+    "is_model_name",
+    "model_names",
+    "own_model_names",
+    "replace_head_",
+    "resnet20",
+]

@@ -1,0 +1,115 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from torchcram.experiments.models.cifar import VGG, ResNet18
+from torchcram.experiments.models.small import ConvNet, resnet20
+from torchcram.experiments.models.vision import (
+    pretrained_model,
+    require_torchvision_name,
+    torchvision_model,
+    torchvision_names,
+)
+from torchcram.experiments.structure import did_you_mean
+
+TORCHVISION = "torchvision/"
+DIGITS_WIDTHS = (12, 24, 48)
+
+
+def _for_64(name: str, classes: int) -> nn.Module:
+    """A ResNet of torchvision for 64x64 images: they are not made smaller before the blocks."""
+    model = torchvision_model(name, classes)
+    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    model.conv1, model.maxpool = stem, nn.Identity()
+    return model
+
+
+_MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "convnet-digits": lambda classes: ConvNet(DIGITS_WIDTHS, classes=classes),
+    "resnet20": resnet20,
+    "resnet18-cifar": ResNet18,
+    "vgg16-cifar": lambda classes: VGG(classes=classes),
+    "resnet18-64": lambda classes: _for_64("resnet18", classes),
+    "resnet50-64": lambda classes: _for_64("resnet50", classes),
+}
+
+
+def own_model_names() -> list[str]:
+    """Returns the names of the models that are put together here."""
+    return list(_MODELS)
+
+
+def model_names() -> list[str]:
+    """Returns all names that `build_model` takes; those of torchvision where it is installed."""
+    return own_model_names() + [TORCHVISION + name for name in torchvision_names()]
+
+
+def is_model_name(name: str) -> bool:
+    """Whether the name may be one, without asking torchvision."""
+    return name in _MODELS or (name.startswith(TORCHVISION) and name != TORCHVISION)
+
+
+def build_model(name: str, *, classes: int, pretrained: bool = False) -> nn.Module:
+    """Returns a model, freshly initialised.
+
+    Args:
+        name: one of `model_names()`.
+        classes: how many scores it gives.
+        pretrained: start from the default weights of torchvision, which are to be in the cache of
+            torch.hub; the last layer is a fresh one if `classes` is not what they were made for.
+
+    Raises:
+        ValueError: naming what was given and what is allowed.
+        FileNotFoundError: if the pretrained weights are not on this machine.
+    """
+    if classes < 1:
+        raise ValueError(f"classes={classes!r}: allowed is 1 or more")
+    if name in _MODELS:
+        if pretrained:
+            raise ValueError(f"{name} has no pretrained weights; allowed: {TORCHVISION}NAME")
+        return _MODELS[name](classes)
+    if not is_model_name(name):
+        raise ValueError(
+            f"there is no model {name!r}{did_you_mean(name, model_names())}; allowed: "
+            f"{', '.join(_MODELS)}, {TORCHVISION}NAME"
+        )
+    theirs = name.removeprefix(TORCHVISION)
+    require_torchvision_name(theirs)
+    if not pretrained:
+        return torchvision_model(theirs, classes)
+    model, known = pretrained_model(theirs)
+    if known != classes:
+        replace_head_(model, classes)
+    return model
+
+
+def replace_head_(model: nn.Module, classes: int) -> None:
+    """Puts a fresh Linear layer with `classes` outputs in the place of the last one of `model`.
+
+    Raises:
+        ValueError: if `model` has no Linear layer.
+    """
+    name, old = _head(model)
+    fresh = nn.Linear(
+        old.in_features,
+        classes,
+        bias=old.bias is not None,
+        device=old.weight.device,
+        dtype=old.weight.dtype,
+    )
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, fresh)
+
+
+def _head(model: nn.Module) -> tuple[str, nn.Linear]:
+    layers = [item for item in model.named_modules() if isinstance(item[1], nn.Linear)]
+    if not layers or not layers[-1][0]:
+        raise ValueError(f"{type(model).__name__} has no Linear layer in it, so no last one either")
+    name, layer = layers[-1]
+    assert isinstance(layer, nn.Linear)  # noqa: S101
+    return name, layer

@@ -1,0 +1,187 @@
+"""The sections of a recipe, as frozen dataclasses that refuse impossible values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torchcram import Operator, parse_operator
+from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
+from torchcram.experiments.structure import BadValue, require, require_one_of
+from torchcram.operators.parse import SYNTAX
+from torchcram.optim.rules import RULES
+
+AUGMENTS = ("none", "shift", "crop-flip", "resized-crop-flip")
+PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("sgd", "adamw")
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images to train on.
+
+    Attributes:
+        name: of the data set.
+        augment: what is done to training images: "none"; "shift" by up to a pixel; "crop-flip", a
+            random crop out of the image padded by an eighth, mirrored or not; "resized-crop-flip",
+            the usual one of ImageNet.
+        image_size: to what images are resized; None leaves them as they are.
+    """
+
+    name: str
+    augment: str = "crop-flip"
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "name", self.name, "the name of a data set")
+        require_one_of("augment", self.augment, AUGMENTS)
+        size = self.image_size
+        require(size is None or size >= 1, "image_size", size, "at least 1, or null")
+        sized = size is not None or self.augment != "resized-crop-flip"
+        require(sized, "image_size", size, f"a size, as augment is {self.augment!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to train, and whether from the weights that torchvision has for it."""
+
+    name: str
+    pretrained: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_model_name(self.name):
+            require_one_of("name", self.name, [*own_model_names(), f"{TORCHVISION}NAME"])
+        known = not self.pretrained or self.name.startswith(TORCHVISION)
+        require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train and on what batches; bf16 is autocast, and on CUDA only."""
+
+    epochs: int
+    batch_size: int
+    precision: str = "bf16"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require_one_of("precision", self.precision, PRECISIONS)
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 1, "label_smoothing", smoothing, "from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The base optimizer, which takes the steps."""
+
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of("name", self.name, OPTIMIZERS)
+        require(self.lr >= 0, "lr", self.lr, "at least 0")
+        require(0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        possible = not self.nesterov or (self.name == "sgd" and self.momentum > 0)
+        require(possible, "nesterov", self.nesterov, "false, except with sgd and a momentum")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate: up in a line during warm-up, then down a cosine to 0, or constant."""
+
+    name: str = "cosine"
+    warmup_epochs: int = 5
+
+    def __post_init__(self) -> None:
+        require_one_of("name", self.name, SCHEDULES)
+        require(self.warmup_epochs >= 0, "warmup_epochs", self.warmup_epochs, "at least 0")
+
+
+@dataclass(frozen=True)
+class CramConfig:
+    """The arguments of `CrAM`, and of `compressible_weights` for what it compresses.
+
+    Attributes:
+        rule: the name of an update rule.
+        operators: as text, ranges too; every step draws one.
+    """
+
+    rule: str = "CrAM+"
+    operators: tuple[str, ...] = ()
+    rho: float = 0.05
+    sparse_gradients: bool = True
+    normalize: bool | None = None
+    mask_interval: int = 1
+    base_step_probability: float = 0.0
+    dense_ends: bool = False
+    only: str | None = None
+    skip: str | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of("rule", self.rule, RULES)
+        read = _operators("operators", self.operators)
+        object.__setattr__(self, "operators", tuple(map(str, read)))
+        if RULES[self.rule].compresses:
+            allowed = f"at least one operator, such as global:0.9, for {self.rule}"
+            require(bool(self.operators), "operators", list(self.operators), allowed)
+        else:
+            allowed = f"[], as {self.rule} does not compress"
+            require(not self.operators, "operators", list(self.operators), allowed)
+        require(self.rho >= 0, "rho", self.rho, "at least 0")
+        require(self.mask_interval >= 1, "mask_interval", self.mask_interval, "at least 1")
+        probability = self.base_step_probability
+        require(0 <= probability <= 1, "base_step_probability", probability, "from 0 to 1")
+        for key in ("only", "skip"):
+            _require_pattern(key, getattr(self, key))
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """What the trained model is compressed to in one shot.
+
+    Attributes:
+        to: operators as text, no ranges.
+        calibration_samples: how many training images batch-norm tuning sees.
+        dense_ends: leave the first and the last layer as they are.
+    """
+
+    to: tuple[str, ...]
+    calibration_samples: int = 1000
+    dense_ends: bool = False
+
+    def __post_init__(self) -> None:
+        read = _operators("to", self.to)
+        object.__setattr__(self, "to", tuple(map(str, read)))
+        require(bool(read), "to", list(self.to), "at least one operator, such as global:0.9")
+        for place, operator in enumerate(read):
+            key, text = f"to[{place}]", self.to[place]
+            require(not operator.is_range, key, text, "one sparsity; a range is to train over")
+            require(operator not in read[:place], key, text, "every operator once")
+        samples = self.calibration_samples
+        require(samples >= 1, "calibration_samples", samples, "at least 1")
+
+
+def _operators(key: str, texts: tuple[str, ...]) -> list[Operator]:
+    return [_operator(f"{key}[{place}]", text) for place, text in enumerate(texts)]
+
+
+def _operator(key: str, text: str) -> Operator:
+    try:
+        return parse_operator(text)
+    except ValueError as error:
+        problem = str(error).partition("; allowed: ")[0]
+        raise BadValue(key, f"is no {problem}", SYNTAX) from None
+
+
+def _require_pattern(key: str, pattern: str | None) -> None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise BadValue(key, f"is {pattern!r}: {error}", "a regular expression, or null") from None

@@ -1,0 +1,136 @@
+"""A training in its folder: from the latest checkpoint to the end."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchcram import hold_masks
+from torchcram.experiments.build import build_initial_model, build_optimizer, place
+from torchcram.experiments.checkpoint import load_latest, save_checkpoint
+from torchcram.experiments.run_folder import (
+    CHECKPOINTS,
+    MODEL,
+    Finished,
+    RunInfo,
+    digest,
+    identity,
+    save_model,
+    write_info,
+)
+from torchcram.experiments.runlog import RunLog
+from torchcram.experiments.state import load_state_, state_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram import Masks
+    from torchcram.experiments.loop import Loop
+    from torchcram.experiments.recipe import Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a training starts, instead of the initial weights of its seed.
+
+    Attributes:
+        model: whose copy is trained.
+        masks: that every step holds, by parameter name; None for none.
+    """
+
+    model: nn.Module
+    masks: Masks | None = None
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs for other weights or masks."""
+        masks = {f"mask of {name}": mask for name, mask in (self.masks or {}).items()}
+        return digest({**self.model.state_dict(), **masks})
+
+
+@dataclass(eq=False)
+class Run:
+    """A training between two epochs."""
+
+    recipe: Recipe
+    folder: Path
+    info: RunInfo
+    model: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    done: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def resume(
+        cls,
+        recipe: Recipe,
+        folder: Path,
+        info: RunInfo,
+        *,
+        start: Start | None,
+        device: torch.device,
+    ) -> Run:
+        """Returns the training as the latest checkpoint has it, or at its beginning."""
+        latest = load_latest(folder / CHECKPOINTS, identity(recipe, info))
+        if start is not None:
+            model = copy.deepcopy(start.model)
+        else:
+            pretrained = recipe.model.pretrained and latest is None
+            model = build_initial_model(
+                recipe, classes=len(info.classes), seed=info.seed, pretrained=pretrained
+            )
+        model = place(model, device)
+        run = cls(
+            recipe, folder, info, model, build_optimizer(recipe, model, seed=info.seed), device
+        )
+        if latest is not None:
+            run.done, state = latest
+            run.seconds = state["seconds"]
+            load_state_(model, run.optimizer, device, state=state["training"])
+        return run
+
+    def held_masks(self, start: Start | None) -> AbstractContextManager[object]:
+        """Holds the masks of `start`, if it has any, for a `with` block."""
+        if start is None or start.masks is None:
+            return nullcontext()
+        weights = dict(self.model.named_parameters())
+        masks = {
+            name: torch.empty_like(weights[name], dtype=torch.bool).copy_(mask)
+            for name, mask in start.masks.items()
+        }
+        return hold_masks(self.optimizer, weights, masks)
+
+    def finish(self, loop: Loop, eval_interval: int, checkpoint_interval: int) -> None:
+        """Runs what is left of the epochs; leaves the model and what it came to."""
+        epochs, accuracy = self.recipe.train.epochs, None
+        loop.tell(self.done)
+        with RunLog(self.folder, first=self.done + 1) as log:
+            for epoch in range(self.done, epochs):
+                last = epoch + 1 == epochs
+                record = loop.run(epoch, test=last or (epoch + 1) % eval_interval == 0)
+                log.write(record)
+                self.done, accuracy = record.epoch, record.accuracy
+                self.seconds += record.seconds
+                if last or record.epoch % checkpoint_interval == 0:
+                    self._save()
+                loop.tell(record.epoch, record)
+        if accuracy is None:  # it was killed after the last checkpoint
+            accuracy = loop.accuracy()
+        save_model(self.model, self.folder / MODEL)
+        finished = Finished(accuracy, self.seconds)
+        write_info(self.folder, replace(self.info, finished=finished))
+
+    def _save(self) -> None:
+        training = state_of(self.model, self.optimizer, self.device)
+        state = {"training": training, "seconds": self.seconds}
+        who = identity(self.recipe, self.info)
+        save_checkpoint(self.folder / CHECKPOINTS, self.done, state, identity=who)

@@ -1,0 +1,144 @@
+"""The log of a run: JSON lines and TensorBoard, one record per epoch."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchcram.experiments.files import write_atomically
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.utils.tensorboard import SummaryWriter
+
+LOG, TENSORBOARD = "log.jsonl", "tensorboard"
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What an epoch came to.
+
+    Attributes:
+        epoch: how many are done with it, from 1.
+        loss: mean training loss at w.
+        compressed_loss: mean training loss at w~; None where no step had one.
+        accuracy: on the test images, from 0 to 1; None where they were not looked at.
+        lr: learning rate of the last step.
+        mask_change: see `MaskChange`.
+        images_per_second: of training alone.
+        seconds: of training, evaluation and all else in the epoch but the checkpoint.
+    """
+
+    epoch: int
+    loss: float
+    compressed_loss: float | None
+    accuracy: float | None
+    lr: float
+    mask_change: float
+    images_per_second: float
+    seconds: float
+
+
+class RunLog:
+    """Appends records to `log.jsonl` and to TensorBoard's files in a run folder.
+
+    Args:
+        folder: of the run.
+        first: the epoch whose record comes next. Records from it on, left by an attempt that was
+            killed before its checkpoint, are dropped, and so is a line that was cut off.
+    """
+
+    def __init__(self, folder: Path, *, first: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / LOG
+        kept = [record for record in read_log(folder) if record.epoch < first]
+        text = "".join(_line(record) for record in kept)
+        if not path.exists() or path.read_bytes() != text.encode():
+            write_atomically(path, text.encode())
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _tensorboard(folder / TENSORBOARD, first)
+
+    def write(self, record: EpochRecord) -> None:
+        """Appends a record; it survives the process from here on."""
+        self._file.write(_line(record))
+        self._file.flush()
+        if self._board is None:
+            return
+        for name, value in asdict(record).items():
+            if name != "epoch" and value is not None:
+                self._board.add_scalar(name, value, record.epoch)
+        self._board.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_log(folder: Path) -> list[EpochRecord]:
+    """Returns the records of a run folder; none where there is no log yet.
+
+    A last line that was cut off is left out; any other that is no record is named in a warning.
+    """
+    path = folder / LOG
+    if not path.exists():
+        return []
+    records = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            warnings.warn(f"{path}, line {number}, is no record and is left out", stacklevel=2)
+    return records
+
+
+def _line(record: EpochRecord) -> str:
+    return json.dumps(asdict(record), allow_nan=False) + "\n"
+
+
+def _record(line: bytes) -> EpochRecord | None:
+    try:
+        found = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    names = {field.name for field in fields(EpochRecord)}
+    if not isinstance(found, dict) or found.keys() != names or type(found["epoch"]) is not int:
+        return None
+    return EpochRecord(**found)
+
+
+def _tensorboard(folder: Path, first: int) -> SummaryWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _warn_no_tensorboard()
+        return None
+    # TensorBoard shows nothing of what earlier files of the folder say of these epochs
+    return SummaryWriter(str(folder), purge_step=first if first > 1 else None)
+
+
+@functools.cache
+def _warn_no_tensorboard() -> None:
+    warnings.warn(
+        f"tensorboard is missing: the log goes to {LOG} alone (pip install tensorboard)",
+        stacklevel=4,
+    )

@@ -1,0 +1,123 @@
+"""One training step on a batch, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from torchcram.experiments.recipe import TrainConfig
+
+
+class Batches(Protocol):
+    """Batches that are a function of their seed and the epoch."""
+
+    def __len__(self) -> int:
+        """Returns the number of batches in an epoch."""
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the images and labels of an epoch, on the device."""
+
+
+class Step(Protocol):
+    """A way to take training steps; the learning rate is the one that the optimizer's groups hold.
+
+    `start_epoch`, then `run` for every batch of the epoch, then `losses`.
+    """
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begins an epoch, numbered from 0: its first batch comes next, the means begin anew."""
+
+    def run(self) -> None:
+        """Takes a step on the next batch of the epoch; does not wait for the device."""
+
+    def losses(self) -> tuple[float, float | None]:
+        """Waits for the device; returns the mean losses of the epoch so far, at w and at w~.
+
+        None in place of the second where no step went to a w~.
+        """
+
+
+MakeStep = Callable[[nn.Module, "Optimizer", Batches, "TrainConfig", torch.device], Step]
+"""Makes a `Step`; called once the model and the optimizer hold the state to continue from."""
+
+
+class EagerStep:
+    """Takes steps one kernel at a time, on any device, with any model, optimizer and batches.
+
+    Args:
+        model: on `device`.
+        optimizer: of its parameters, `CrAM` or plain.
+        batches: to train on.
+        config: precision and label smoothing.
+        device: of all that is computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: Batches,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._batches = batches
+        self._config = config
+        self._device = device
+        self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, at w and w~
+        self._steps = [0, 0]  # how many of each
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begins an epoch."""
+        self._coming = iter(self._batches.epoch(epoch))
+        self._sums.zero_()
+        self._steps = [0, 0]
+
+    def run(self) -> None:
+        """Takes a step on the next batch."""
+        images, labels = next(self._coming)
+        found: list[Tensor] = []
+
+        def closure() -> Tensor:
+            self._optimizer.zero_grad()
+            with autocast(self._device, self._config.precision):
+                loss = F.cross_entropy(
+                    self._model(images), labels, label_smoothing=self._config.label_smoothing
+                )
+            loss.backward()
+            found.append(loss.detach())
+            return found[-1]
+
+        self._optimizer.step(closure)  # type: ignore[arg-type]  # the loss may stay a tensor
+        at_w, *at_compressed = found
+        self._add(0, at_w)
+        if at_compressed:
+            self._add(1, at_compressed[-1])  # C-SAM goes to C(w) before
+
+    def losses(self) -> tuple[float, float | None]:
+        """Returns the mean losses of the epoch so far."""
+        dense, compressed = self._sums.tolist()
+        steps, passes = self._steps
+        if not steps:
+            raise ValueError("there are no losses yet: no step was taken in this epoch")
+        return dense / steps, compressed / passes if passes else None
+
+    def _add(self, which: int, loss: Tensor) -> None:
+        self._sums[which] += loss
+        self._steps[which] += 1
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Computes in bfloat16 where `precision` is "bf16" and the device is a GPU."""
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=precision == "bf16" and device.type == "cuda"
+    )

@@ -1,0 +1,119 @@
+"""Results as tables, for the terminal and in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.results import Result
+from torchcram.report import summary
+from torchcram.report.summary import percent, points
+from torchcram.report.table import NOTICEABLE
+
+NOT_RUN = "not run yet"
+_NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
+
+
+def result_table(result: Result) -> Table:
+    """Returns one line per target, for the terminal; means where there are several seeds."""
+    over = summary.repeated(result)
+    name = f"{result.task}/{result.model}/{result.method}"
+    # as Text, for which brackets are no markup
+    table = Table(
+        title=Text(f"{name}: test accuracy in % on {result.data}, compressed in one shot"),
+        caption="sparsity in % of the compressible weights and of all parameters; BNT: batch-norm "
+        "statistics estimated anew; vs dense: BNT - dense" + (f"; ± over {over}" if over else ""),
+    )
+    table.add_column("target", no_wrap=True)
+    for column in ("sparsity", "of all", "as is", "BNT", "vs dense"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_row("dense", "", "", str(summary.dense(result)), "", "", end_section=True)
+    for operator, row in summary.summaries(result).items():
+        table.add_row(
+            Text(operator),
+            f"{100 * row.sparsity:.1f}",
+            f"{100 * row.model_sparsity:.1f}",
+            percent(row.before.mean),
+            str(row.after),
+            Text(points(row.change.mean), "bold red" if row.change.mean < -NOTICEABLE else ""),
+        )
+    return table
+
+
+def markdown_table(results: Iterable[Result], name: str) -> str:
+    """Returns the table that a marked place in a Markdown file asks for.
+
+    Args:
+        results: of any tasks and models.
+        name: "task/model" takes all its methods, in the order of their names. Methods after it,
+            with blanks between, are taken alone and in this order: "cifar10/resnet20 sgd sam".
+            One without a result gets a row that says so.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} names no results; allowed: task/model or task/model method ...")
+    task, model, wanted = match[1], match[2], match[3].split()
+    found = {one.method: one for one in results if (one.task, one.model) == (task, model)}
+    methods = wanted or sorted(found)
+    shown = [found[method] for method in methods if method in found]
+    targets = summary.sort_operators(
+        operator for one in shown for operator in summary.summaries(one)
+    )
+    header = ["method", "dense", *map(_code, targets), "seeds", "epochs", "min"]
+    rows = [
+        _markdown_row(found[method], targets, data=len({one.data for one in shown}) > 1)
+        if method in found
+        else [_title(f"{task}/{model}/{method}"), NOT_RUN, *([""] * (len(header) - 2))]
+        for method in methods
+    ]
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
+
+
+def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[str]:
+    rows, cells = summary.summaries(result), []
+    for target in targets:
+        if target in rows:
+            after = rows[target].after
+            # the spread of calibration sets is not that of seeds, so it does not stand here
+            accuracy = str(after) if len(result.seeds) > 1 else percent(after.mean)
+            cells.append(f"{accuracy} ({points(rows[target].change.mean)})")
+        else:
+            cells.append("")
+    counts = [str(len(result.seeds)), summary.epochs(result), f"{summary.minutes(result):.1f}"]
+    name = result.title + (f" on {result.data}" if data else "")
+    return [_escaped(name), str(summary.dense(result)), *cells, *counts]
+
+
+def _note(results: Sequence[Result]) -> str:
+    """Says what the numbers are, and on which data and machines they were taken."""
+    if not results:
+        return "Nothing of this has been run yet."
+    data = ", ".join(dict.fromkeys(_escaped(one.data) for one in results))
+    machines = dict.fromkeys(_escaped(seed.machine) for one in results for seed in one.seeds)
+    return (
+        f"Test accuracy in % on {data} after batch-norm tuning; in brackets the change from the "
+        "same model dense, in points. Mean ± standard deviation where there are several seeds. "
+        f"Min: minutes of one training, {', '.join(machines)}."
+    )
+
+
+def _title(name: str) -> str:
+    """Returns the title of a recipe that comes along; any other has only its name."""
+    try:
+        return _escaped(load_recipe(name).title)
+    except ValueError:
+        return _code(name.split("/")[-1])
+
+
+def _code(text: str) -> str:
+    return "`" + " ".join(text.replace("`", "'").replace("|", "\\|").split()) + "`"
+
+
+def _escaped(text: str) -> str:
+    """Returns a text in one line, with what Markdown or HTML would take for its own escaped."""
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", " ".join(text.split()))

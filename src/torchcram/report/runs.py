@@ -1,0 +1,99 @@
+"""Runs as a page shows them: put together by task and model, named and coloured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchcram.experiments.results import Result, flat
+from torchcram.report import summary
+from torchcram.report.summary import Spread, TargetSummary
+
+COLOURS = 8  # that the style sheet has
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result as the page shows it.
+
+    Attributes:
+        result: as it was read.
+        label: its name in charts and tables.
+        style: number of its colour, dashes and markers.
+        dense: accuracy of the uncompressed models.
+        rows: its targets by operator.
+    """
+
+    result: Result
+    label: str
+    style: int
+    dense: Spread
+    rows: Mapping[str, TargetSummary]
+
+    @property
+    def colour(self) -> int:
+        """The number of its colour."""
+        return self.style % COLOURS
+
+    @property
+    def name(self) -> str:
+        """The name of the recipe."""
+        return f"{self.result.task}/{self.result.model}/{self.result.method}"
+
+    @property
+    def made(self) -> str:
+        """Seeds, epochs and minutes in words."""
+        count, epochs = len(self.result.seeds), summary.epochs(self.result)
+        parts = [f"{count} seed{'s' * (count > 1)}"]
+        parts += [f"{epochs} epochs"] if epochs else []
+        parts += [f"{summary.minutes(self.result):.1f} min" + " each" * (count > 1)]
+        return ", ".join(parts)
+
+    @property
+    def recipe(self) -> list[tuple[str, str]]:
+        """The recipe as keys and values."""
+        return [(key, _text(value)) for key, value in flat(self.result.recipe).items()]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one model on one task, which are comparable.
+
+    Attributes:
+        name: task and model.
+        data: names of the data sets, where they are not the name of the task.
+        runs: in the order they were given.
+        targets: of all runs.
+    """
+
+    name: str
+    data: str
+    runs: Sequence[Run]
+    targets: Sequence[str]
+
+
+def group_runs(results: Sequence[Result]) -> list[Group]:
+    """Returns groups in the order of their first results; the same label has the same style."""
+    together: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        together.setdefault((result.task, result.model), []).append(result)
+    groups, styles = [], dict[str, int]()
+    for (task, model), members in together.items():
+        runs = [
+            Run(one, label, styles.setdefault(label, len(styles)), summary.dense(one), rows)
+            for one, label in zip(members, summary.labels(members), strict=True)
+            for rows in [summary.summaries(one)]
+        ]
+        data = ", ".join(dict.fromkeys(one.data for one in members))
+        data = "" if data == task else data  # which the heading says already
+        targets = summary.sort_operators(operator for run in runs for operator in run.rows)
+        groups.append(Group(f"{task} / {model}", data, runs, targets))
+    return groups
+
+
+def _text(value: object) -> str:
+    """Writes a value as recipes do, lists without brackets."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)

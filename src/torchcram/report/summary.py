@@ -1,0 +1,153 @@
+"""Results over their seeds: means, spreads, order of the targets, names of the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
+from torchcram.experiments.results import Result, TargetResult, flat, mean, std
+
+_KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # the order in tables
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean and, where there is more than one value, their standard deviation."""
+
+    mean: float
+    std: float | None = None
+
+    def __str__(self) -> str:
+        return percent(self.mean) + ("" if self.std is None else f" ± {percent(self.std)}")
+
+
+@dataclass(frozen=True)
+class TargetSummary:
+    """A target over the seeds.
+
+    Attributes:
+        operator: of the target, as text.
+        sparsity: mean over the compressible weights.
+        model_sparsity: mean over all parameters.
+        before: accuracy as compressed.
+        after: accuracy after batch-norm tuning. Its spread is that of the seeds, and with one seed
+            that of the calibration sets.
+        change: difference of `after` from the accuracy of the same model dense.
+    """
+
+    operator: str
+    sparsity: float
+    model_sparsity: float
+    before: Spread
+    after: Spread
+    change: Spread
+
+
+def percent(fraction: float) -> str:
+    """Writes 0.98765 as 98.77: of ten thousand test images every one shows."""
+    return f"{100 * fraction:.2f}"
+
+
+def points(change: float) -> str:
+    """Writes a change of accuracy as signed percentage points: -1.23, +0.30, 0.00."""
+    rounded = round(100 * change, 2)
+    return f"{rounded:+.2f}" if rounded else "0.00"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Returns the mean and the standard deviation."""
+    return Spread(mean(values), std(values))
+
+
+def dense(result: Result) -> Spread:
+    """Returns the accuracy of the uncompressed models."""
+    return spread([one.dense for one in result.seeds])
+
+
+def summaries(result: Result) -> dict[str, TargetSummary]:
+    """Returns all targets of a result by their operators, in the order of `sort_operators`."""
+    found: dict[str, list[tuple[float, TargetResult]]] = {}
+    for one in result.seeds:
+        for target in one.targets:
+            found.setdefault(target.operator, []).append((one.dense, target))
+    return {operator: _summary(found[operator]) for operator in sort_operators(found)}
+
+
+def sort_operators(operators: Iterable[str]) -> list[str]:
+    """Drops repetitions; puts kinds together and sparsities in order."""
+    return sorted(dict.fromkeys(operators), key=_place)
+
+
+def global_sparsity(operator: str) -> bool:
+    """Says whether an operator prunes by magnitude over the whole model, and nothing else."""
+    try:
+        return isinstance(parse_operator(operator), GlobalTopK)
+    except ValueError:
+        return False
+
+
+def epochs(result: Result) -> str:
+    """Returns the epochs of the recipe as text, or nothing where it has none."""
+    return str(flat(result.recipe).get("train.epochs", ""))
+
+
+def minutes(result: Result) -> float:
+    """Returns the minutes that a training took, the mean over the seeds."""
+    return mean([one.seconds for one in result.seeds]) / 60
+
+
+def repeated(result: Result) -> str:
+    """Returns over what a spread was taken, in words; nothing where there is none."""
+    if len(result.seeds) > 1:
+        return f"{len(result.seeds)} seeds"
+    trials = max((target.trials for target in result.seeds[0].targets), default=1)
+    return f"{trials} calibration sets" if trials > 1 else ""
+
+
+def labels(results: Sequence[Result]) -> list[str]:
+    """Names results by their titles and, where these are the same, by what sets them apart."""
+    settings = [_settings(result) for result in results]
+    named = []
+    for result, mine in zip(results, settings, strict=True):
+        alike = [s for r, s in zip(results, settings, strict=True) if r.title == result.title]
+        keys = dict.fromkeys(key for one in alike for key in one)
+        apart = [key for key in keys if any(one.get(key) != mine.get(key) for one in alike)]
+        said = ", ".join(f"{key}={mine.get(key)}" for key in apart)
+        named.append(f"{result.title} ({said})" if said else result.title)
+    return [
+        name if named.count(name) == 1 else f"{name} #{named[: place + 1].count(name)}"
+        for place, name in enumerate(named)
+    ]
+
+
+def _settings(result: Result) -> dict[str, object]:
+    seeds = ", ".join(str(one.seed) for one in result.seeds)
+    return {**flat(result.recipe), "title": None, "seed": seeds}
+
+
+def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
+    targets = [target for _, target in found]
+    after = spread([target.after for target in targets])
+    change = spread([target.after - dense for dense, target in found])
+    if len(targets) == 1:
+        after = Spread(after.mean, targets[0].after_std)
+        change = Spread(change.mean, targets[0].after_std)
+    return TargetSummary(
+        operator=targets[0].operator,
+        sparsity=mean([target.sparsity for target in targets]),
+        model_sparsity=mean([target.model_sparsity for target in targets]),
+        before=spread([target.before for target in targets]),
+        after=after,
+        change=change,
+    )
+
+
+def _place(text: str) -> tuple[int, float]:
+    try:
+        operator = parse_operator(text)
+    except ValueError:
+        return len(_KINDS), 0.0
+    kind = next((i for i, kind in enumerate(_KINDS) if isinstance(operator, kind)), len(_KINDS))
+    level = operator.sparsity if isinstance(operator, (GlobalTopK, UniformTopK)) else 0.0
+    return kind, level if isinstance(level, float) else 0.0

@@ -1,0 +1,429 @@
+import json
+import re
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nets import closure_for, same, snapshot
+from torch.optim import SGD
+
+from torchcram import CrAM, compressible_weights
+from torchcram.experiments import recipe as module
+from torchcram.experiments.models import build_model
+from torchcram.experiments.recipe import (
+    CompressConfig,
+    CramConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    ScheduleConfig,
+    TrainConfig,
+    load_recipe,
+    recipe_names,
+)
+from torchcram.experiments.recipe_config import AUGMENTS, OPTIMIZERS, PRECISIONS, SCHEDULES
+from torchcram.experiments.yaml_text import dump, parse
+from torchcram.optim.rules import RULES
+
+HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))
+SGD20 = "cifar10/resnet20/sgd"
+MULTI20 = "cifar10/resnet20/cram-plus-multi"
+SMALL = ("resnet20", "convnet-digits")  # so small that every recipe of theirs takes a step
+EVERY = {name: load_recipe(name) for name in recipe_names()}
+
+fractions = st.floats(0, 1, exclude_max=True)
+operators = st.sampled_from(["global:0.5", "uniform:0.25", "nm:2:4", "int4:g64", "global:0.5+int8"])
+parts = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
+crams = st.builds(
+    CramConfig,
+    st.sampled_from([name for name, rule in RULES.items() if rule.compresses]),
+    st.lists(operators | st.just("global:0.3-0.9"), min_size=1, max_size=3).map(tuple),
+    st.floats(0, 10),
+    st.booleans(),
+    st.none() | st.booleans(),
+    st.integers(1, 1000),
+    st.floats(0, 1),
+    st.booleans(),
+    st.none() | st.just("^conv"),
+)
+recipes = st.builds(
+    Recipe,
+    st.tuples(parts, parts, parts).map("/".join),
+    st.text(min_size=1, max_size=20).filter(str.strip),
+    st.builds(DataConfig, parts, st.sampled_from(AUGMENTS), st.integers(1, 999)),
+    st.builds(ModelConfig, st.sampled_from(["resnet20", "torchvision/vgg11"])),
+    st.builds(
+        TrainConfig, st.integers(9, 999), st.integers(1), st.sampled_from(PRECISIONS), fractions
+    ),
+    st.builds(OptimizerConfig, st.sampled_from(OPTIMIZERS), st.floats(0, 10), fractions, fractions),
+    st.builds(ScheduleConfig, st.sampled_from(SCHEDULES), st.integers(0, 9)),
+    st.builds(CompressConfig, st.lists(operators, min_size=1, unique=True).map(tuple)),
+    st.none() | crams,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads that wait for each other take longer than nets this small, on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@given(recipes)
+def test_plain_data_yaml_and_json_give_the_recipe_back(recipe):
+    data = recipe.to_dict()
+    assert Recipe.from_dict(data) == recipe
+    assert Recipe.from_dict(json.loads(json.dumps(data))) == recipe
+    assert Recipe.from_dict(parse(dump(data), "a file")) == recipe
+
+
+@given(recipes)
+def test_every_value_can_be_overridden(recipe):
+    data = load_recipe(SGD20).to_dict() | {"cram": None}
+    texts = []
+    for key, value in recipe.to_dict().items():
+        inner = value if isinstance(value, dict) else {}
+        texts += [f"{key}.{name}={dump(item)}" for name, item in inner.items()]
+        texts += [] if inner else [f"{key}={dump(value)}"]
+    assert Recipe.from_dict(module.yaml_text.override(data, texts)) == recipe
+
+
+def parameters_of(recipe):
+    with torch.device("meta"):
+        model = build_model(recipe.model.name, classes=10)
+    cram = recipe.cram
+    return compressible_weights(model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_recipe_is_in_order(name):
+    recipe = EVERY[name]
+    assert recipe.name == name
+    assert recipe.task == recipe.data.name
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert (recipe.cram is None) == (recipe.method in ("sgd", "sgd-2x", "transfer"))
+    if (cram := recipe.cram) is not None:
+        weights = parameters_of(recipe)
+        assert "conv1.weight" not in weights or not any("nm:" in text for text in cram.operators)
+        assert recipe.title.startswith(cram.rule)
+        assert recipe.compress.dense_ends == cram.dense_ends
+
+
+def shape_of(recipe):
+    return (2, 1, 8, 8) if recipe.task == "digits" else (2, 3, 32, 32)
+
+
+def cases():
+    """One recipe for all that would take the very same step; of large models one plain step each.
+
+    What CrAM does to those is in the recipes of the small ones, and all its arguments are checked
+    above.
+    """
+    found = {}
+    for recipe in EVERY.values():
+        alike = recipe if recipe.model.name in SMALL else replace(recipe, cram=None)
+        found.setdefault((alike.model.name, alike.cram), alike)
+    return [pytest.param(recipe, id=recipe.name) for recipe in found.values()]
+
+
+@pytest.mark.parametrize("recipe", cases())
+def test_every_recipe_runs_a_batch(recipe):
+    model = build_model(recipe.model.name, classes=10)
+    config, cram = recipe.optimizer, recipe.cram
+    optimizer = SGD(
+        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay
+    )
+    if cram is not None:
+        optimizer = CrAM(
+            model,
+            optimizer,
+            cram.operators,
+            rho=cram.rho,
+            rule=RULES[cram.rule],
+            sparse_gradients=cram.sparse_gradients,
+            normalize=cram.normalize,
+            mask_interval=cram.mask_interval,
+            base_step_probability=cram.base_step_probability,
+            weights=compressible_weights(
+                model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends
+            ),
+        )
+    before = snapshot(model)
+    batch = torch.randn(shape_of(recipe)), torch.randint(10, (2,))
+    assert optimizer.step(closure_for(model, optimizer, batch)) > 0
+    assert not same(before, snapshot(model))
+
+
+ROWS = {
+    "cifar10/resnet20": """
+        sgd sgd-2x sam cram-k50 cram-multi cram-plus-k50 cram-plus-k70 cram-plus-multi
+        cram-plus-multi-30-90 c-sam-k50 c-sam-k70 c-sam-multi topk-plus-k50 topk-plus-k70
+        topk-plus-multi cram-plus-k50-dense-gradients cram-plus-multi-dense-gradients
+        cram-plus-multi-uniform cram-plus-nm cram-plus-multi-tau20 cram-plus-multi-tau100
+        cram-plus-4bits cram-plus-multi-finetune""",
+    "cifar10/resnet18": "sgd cram-plus-k95",
+    "cifar10/vgg16": "sgd cram-plus-k95",
+    "cifar100/resnet18": "sgd cram-plus-multi",
+    "cifar100/resnet20": "transfer",
+    "imagenet/resnet50": """
+        sgd sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm cram-plus-4bits
+        cram-plus-multi-finetune-10 cram-plus-multi-finetune-20""",
+    "imagenet/resnet18": "sgd sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm",
+    "tiny-imagenet-200/resnet18-64": "sgd cram-plus-multi cram-plus-nm cram-plus-4bits",
+    "tiny-imagenet-200/resnet50-64": "sgd cram-plus-multi",
+    "digits/convnet-digits": "sgd cram-plus-multi",
+    "flowers102/resnet50": "transfer",
+    "oxford-iiit-pet/resnet50": "transfer",
+    "dtd/resnet50": "transfer",
+}
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_the_rows_of_the_paper_are_there(table):
+    assert {f"{table}/{method}" for method in ROWS[table].split()} <= EVERY.keys()
+
+
+def test_titles_are_different_within_a_table():
+    titles = [(recipe.task, recipe.architecture, recipe.title) for recipe in EVERY.values()]
+    assert len(set(titles)) == len(titles)
+
+
+def test_the_settings_of_the_paper():
+    sgd, multi = EVERY[SGD20], EVERY[MULTI20]
+    assert sgd.train == TrainConfig(200, 128, "bf16", 0.0)
+    assert sgd.optimizer == OptimizerConfig("sgd", 0.1, 0.9, 5e-4, nesterov=False)
+    assert sgd.schedule == ScheduleConfig("cosine", 5)
+    assert sgd.compress.to == (*HIGH, "nm:2:4", "int4", "global:0.8+int4")
+    assert multi == replace(
+        sgd, name=MULTI20, title="CrAM+-Multi", cram=CramConfig("CrAM+", HIGH, rho=0.15)
+    )
+    assert EVERY["cifar10/resnet20/sam"].cram == CramConfig("SAM", rho=0.1)
+    assert EVERY["cifar10/resnet20/sgd-2x"].train.epochs == 400
+    k95 = EVERY["cifar10/vgg16/cram-plus-k95"]
+    assert k95.cram == CramConfig("CrAM+", ("global:0.95",), rho=0.2)
+    assert k95.train.epochs == 180
+    assert "global:0.98" in k95.compress.to
+    imagenet = EVERY["imagenet/resnet50/cram-plus-nm"]
+    assert imagenet.train == TrainConfig(100, 512)
+    assert imagenet.optimizer == OptimizerConfig(lr=0.2, weight_decay=1e-4)
+    assert imagenet.cram.rho == 0.05
+    assert imagenet.cram.operators == ("nm:2:4", "nm:4:8")
+
+
+def test_the_other_cifar10_has_the_same_recipes():
+    ours = {name for name in EVERY if name.startswith("cifar10-jpeg/")}
+    assert ours == {
+        name.replace("cifar10/", "cifar10-jpeg/")
+        for name in EVERY
+        if name.startswith(("cifar10/resnet20/", "cifar10/resnet18/"))
+    }
+    for name in ours:
+        twin = EVERY[name.replace("cifar10-jpeg/", "cifar10/")]
+        data = replace(twin.data, name="cifar10-jpeg")
+        assert EVERY[name] == replace(twin, name=name, data=data)
+
+
+def test_the_recipes_are_found_in_an_archive(monkeypatch, tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in (SGD20, MULTI20):
+            text = module._packaged().joinpath(f"{name}.yaml").read_text("utf-8")
+            archive.writestr(f"recipes/{name}.yaml", text)
+    root = zipfile.Path(tmp_path / "a.zip", "recipes/")
+    monkeypatch.setattr(module, "_packaged", lambda: root)
+    assert recipe_names() == [MULTI20, SGD20]
+    assert load_recipe(MULTI20) == EVERY[MULTI20]
+
+
+# files of the user's
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_file_extends_a_recipe_deep(write):
+    path = write(
+        f"extends: {MULTI20}\ncram: {{rho: 5e-2}}\noptimizer: {{lr: 1}}\ncompress: {{to: [int4]}}"
+    )
+    base = EVERY[MULTI20]
+    assert load_recipe(path) == replace(
+        base,
+        name="cifar10/resnet20/mine",
+        cram=replace(base.cram, rho=0.05),
+        optimizer=replace(base.optimizer, lr=1.0),
+        compress=CompressConfig(("int4",)),
+    )
+    assert load_recipe(str(path)) == load_recipe(path)
+
+
+def test_a_section_can_be_taken_away(write):
+    assert load_recipe(write(f"extends: {MULTI20}\ncram: null")).cram is None
+
+
+def test_a_file_extends_another_beside_it(write):
+    write(f"extends: {SGD20}\ntitle: Base\nname: a/b/c", "base.yml")
+    write("extends: ../base.yml\ntrain: {epochs: 30}", "below/middle.yaml")
+    top = load_recipe(write("extends: below/middle.yaml\ntrain: {batch_size: 7}", "top.yaml"))
+    assert top.train == TrainConfig(30, 7)
+    assert top.title == "Base"
+    assert top.name == "cifar10/resnet20/top"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "name"),
+    [
+        ("a b.yaml", "", "cifar10/resnet20/a-b"),
+        ("_x.yaml", "", "cifar10/resnet20/x"),
+        ("a.yaml", "name: x/y/z", "x/y/z"),
+        ("a.yaml", "model: {name: torchvision/resnet50}", "cifar10/resnet50/a"),
+        ("a.yaml", "data: {name: my images/}", "my-images/resnet20/a"),
+    ],
+)
+def test_a_file_is_called_after_its_data_its_model_and_itself(write, file, text, name):
+    recipe = load_recipe(write(f"extends: {SGD20}\n{text}", file))
+    assert recipe.name == name
+    assert load_recipe(write(dump(recipe.to_dict()), "again.yaml")) == recipe
+
+
+def test_files_that_extend_each_other_are_refused(write):
+    path = write("extends: two.yaml", "one.yaml")
+    write("extends: ./one.yaml", "two.yaml")
+    with pytest.raises(ValueError, match=r"one\.yaml extends itself"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the whole is None; allowed: a section"),
+        ("- 1", r"the whole is \[1\]; allowed: a section"),
+        ("title: x", "data is missing; allowed: a section"),
+        ("extends: 3", "extends: there is no recipe '3'; allowed: a name"),
+        ("extends: cifar10/resnet20/sgb", r"extends: .*did you mean 'cifar10/resnet20/sgd'"),
+        (f"extends: {SGD20}\ntrain: 3", "train is 3; allowed: a section with the keys epochs"),
+        (f"extends: {SGD20}\ntrian: {{}}", r"trian is no known key \(did you mean 'train'\?\)"),
+        (f"extends: {SGD20}\na: 1\na: 2", "'a' appears twice"),
+        (f"extends: {SGD20}\nname: ../../x", r"name is '../../x'; allowed: <task>/<model>"),
+        (f"extends: {SGD20}\ntitle: ' '", r"title is ' '"),
+        ("extends: [", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(write, text, message):
+    path = write(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_recipe(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"a\.yaml is not UTF-8"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_recipe(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("name", ["cifar10/resnet20/cram-plus-mutli", "../recipe", "", "cifar10"])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ValueError, match="torchcram list recipes") as error:
+        load_recipe(name)
+    assert repr(name) in str(error.value)
+    assert (f"did you mean '{MULTI20}'" in str(error.value)) == name.startswith("cifar10/")
+
+
+# overrides
+
+
+def test_overrides_change_what_they_name():
+    base = EVERY[MULTI20]
+    found = load_recipe(MULTI20, ["cram.rho=1e-1", "train.epochs=7", "compress.to=[int4, nm:2:4]"])
+    assert found == replace(
+        base,
+        cram=replace(base.cram, rho=0.1),
+        train=replace(base.train, epochs=7),
+        compress=CompressConfig(("int4", "nm:2:4")),
+    )
+    assert load_recipe(MULTI20, ["cram=null"]).cram is None
+
+
+def test_an_override_makes_a_section_that_is_not_there():
+    assert load_recipe(SGD20, ["cram.operators=[global:.50]"]).cram == CramConfig(
+        operators=("global:0.5",)
+    )
+    assert load_recipe(SGD20, ["cram.rule=SAM", "cram.rho=2"]).cram == CramConfig("SAM", rho=2.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epochs=0", "train.epochs is 0; allowed: at least 1"),
+        ("train.epochs=ten", "train.epochs is 'ten'; allowed: an integer"),
+        ("train.epochs=true", "train.epochs is True; allowed: an integer"),
+        ("train.epochs=4", "schedule.warmup_epochs is 5; allowed: at most train.epochs, which is"),
+        ("train.epochs.x=4", "train.epochs is {'x': 4}; allowed: an integer"),
+        ("train.batch_size=0", "train.batch_size is 0"),
+        ("train.precision=fp16", "train.precision is 'fp16'.*; allowed: fp32, bf16"),
+        ("train.label_smoothing=1", "train.label_smoothing is 1.0; allowed: from 0 to below 1"),
+        ("data.augment=crop_flip", r"data.augment is 'crop_flip' \(did you mean 'crop-flip'\?\)"),
+        ("data.augment=resized-crop-flip", "data.image_size is None; allowed: a size"),
+        ("data.image_size=0", "data.image_size is 0"),
+        ("data.name=", "data.name is None; allowed: a text"),
+        ("data.name=''", "data.name is ''"),
+        ("model.name=resnet21", r"model.name is 'resnet21' \(did you mean 'resnet20'\?\)"),
+        ("model.name=torchvision/", "model.name is 'torchvision/'"),
+        ("model.pretrained=true", "model.pretrained is True; allowed: false, as model.name is"),
+        ("optimizer.name=adam", r"optimizer.name is 'adam' \(did you mean 'adamw'\?\)"),
+        ("optimizer.lr=-1", "optimizer.lr is -1.0; allowed: at least 0"),
+        ("optimizer.lr=1e999", "optimizer.lr is inf; allowed: a finite number"),
+        ("optimizer.momentum=1", "optimizer.momentum is 1.0"),
+        ("optimizer.weight_decay=-1e-4", "optimizer.weight_decay is -0.0001"),
+        ("optimizer={momentum: 0, nesterov: true}", "optimizer.nesterov is True"),
+        ("schedule.name=step", "schedule.name is 'step'; allowed: cosine, constant"),
+        ("schedule.warmup_epochs=-1", "schedule.warmup_epochs is -1"),
+        ("schedule.warmup_epochs=201", "schedule.warmup_epochs is 201"),
+        ("compress.to=[]", r"compress.to is \[\]; allowed: at least one"),
+        ("compress.to=int4", "compress.to is 'int4'; allowed: a list"),
+        ("compress.to=[int4, int 4]", r"compress.to\[1\] is no operator 'int 4'"),
+        ("compress.to=[int4, global:0.3-0.9]", r"compress.to\[1\] is 'global:0.3-0.9'.* a range"),
+        ("compress.to=[global:0.5, global:.5]", r"compress.to\[1\] is 'global:0.5'.* once"),
+        ("compress.calibration_samples=0", "compress.calibration_samples is 0"),
+        ("cram.rule=SAM", r"cram.operators is \['global:0.5'.*; allowed: \[\], as SAM does not"),
+        ("cram.rule=cram+", r"cram.rule is 'cram\+'.*; allowed: SAM, CrAM, CrAM\+, C-SAM"),
+        ("cram.operators=[]", r"cram.operators is \[\]; allowed: at least one"),
+        ("cram.operators=[int9]", r"cram.operators\[0\] is no operator 'int9': .*2 to 8"),
+        ("cram.rho=-0.1", "cram.rho is -0.1"),
+        ("cram.rho=.nan", "cram.rho is nan"),
+        ("cram.mask_interval=0", "cram.mask_interval is 0"),
+        ("cram.base_step_probability=2", "cram.base_step_probability is 2.0"),
+        ("cram.skip='('", r"cram.skip is '\(': .*; allowed: a regular expression, or null"),
+        ("extends=x", "extends is no known key"),
+        ("name=sgd", "name is 'sgd'; allowed: <task>/<model>/<method>"),
+    ],
+)
+def test_a_bad_value_is_refused(override, message):
+    with pytest.raises(ValueError, match=message) as error:
+        load_recipe(MULTI20, [override])
+    found = str(error.value)
+    assert found.startswith(f"recipes/{MULTI20}.yaml, which extends recipes/{SGD20}.yaml")
+    assert re.search(rf", with {re.escape(override)}: ", found)
+
+
+def test_the_same_values_are_refused_without_a_file():
+    with pytest.raises(ValueError, match=r"^epochs is 0; allowed: at least 1$"):
+        TrainConfig(epochs=0, batch_size=1)

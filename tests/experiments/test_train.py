@@ -1,0 +1,387 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from runs import CPU, Stop, digits, recipe, run, stop_after, weights
+from torch.nn import functional
+
+from torchcram import GlobalTopK, compress_, sparsity
+from torchcram.experiments.build import build_initial_model
+from torchcram.experiments.models import ConvNet
+from torchcram.experiments.run_folder import read_run
+from torchcram.experiments.runlog import read_log
+from torchcram.experiments.schedule import lr_at
+from torchcram.experiments.train import Start, load_trained
+
+STEPS = 5  # of an epoch: 320 images in batches of 64
+
+VARIANTS = {
+    "SGD": recipe(method="sgd"),
+    "AdamW": recipe("optimizer.name=adamw", "optimizer.lr=0.001", method="sgd"),
+    "CrAM+-Multi": recipe(),
+    "CrAM+-Multi with AdamW": recipe("optimizer.name=adamw", "optimizer.lr=0.001"),
+    "C-SAM": recipe("cram.rule=C-SAM"),
+    "masks kept": recipe("cram.mask_interval=3", "cram.operators=[global:0.5, global:0.3-0.9]"),
+    "some plain steps": recipe("cram.base_step_probability=0.4", "schedule.warmup_epochs=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digits()
+
+
+def test_the_loss_falls_and_the_folder_tells_what_happened(tmp_path, data):
+    heard = []
+    given = recipe("optimizer.lr=0.2", "train.batch_size=16", epochs=6)
+    found = run(tmp_path / "run", given, data, progress=lambda *news: heard.append(news))
+    records = read_log(tmp_path / "run")
+    assert [record.epoch for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1].loss < records[0].loss / 2
+    assert records[-1].compressed_loss < records[0].compressed_loss
+    assert records[-1].accuracy == found.finished.accuracy > 0.6  # chance is 0.1
+    assert found.finished.seconds == pytest.approx(sum(record.seconds for record in records))
+    assert all(0 < record.mask_change < 0.5 for record in records)
+    assert records[-1].mask_change < records[0].mask_change
+    steps = 320 // 16
+    assert [record.lr for record in records] == [
+        lr_at(record.epoch * steps - 1, steps, given.schedule, lr=0.2, epochs=6)
+        for record in records
+    ]
+    assert heard[0] == (0, 6, None)
+    assert [news for news in heard if news[2] is not None] == [(r.epoch, 6, r) for r in records]
+    assert read_run(tmp_path / "run") == (given, found.info)
+    assert found.info.machine
+    assert found.info.versions["torch"] in torch.__version__
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "epoch-0005.pt",
+        "epoch-0006.pt",
+    ]
+
+
+def test_plain_training_has_no_compressed_loss(tmp_path, data):
+    run(tmp_path, recipe(method="sgd", epochs=1), data)
+    (record,) = read_log(tmp_path)
+    assert record.compressed_loss is None
+    assert record.mask_change > 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resuming_gives_the_weights_of_a_run_that_was_never_stopped(tmp_path, data, name):
+    given = VARIANTS[name]
+    run(tmp_path / "whole", given, data)
+    for steps in (STEPS + 2, STEPS + 1):  # in the second epoch, then in the third
+        with pytest.raises(Stop):
+            run(tmp_path / "stopped", given, data, make_step=stop_after(steps))
+    found = run(tmp_path / "stopped", given, data)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    whole, stopped = (read_log(tmp_path / name) for name in ("whole", "stopped"))
+    for one, other in zip(whole, stopped, strict=True):
+        assert (one.loss, one.compressed_loss, one.accuracy, one.lr, one.mask_change) == (
+            other.loss,
+            other.compressed_loss,
+            other.accuracy,
+            other.lr,
+            other.mask_change,
+        )
+    assert found.finished.seconds == pytest.approx(sum(record.seconds for record in stopped))
+
+
+class WithDropout(ConvNet):
+    def forward(self, x):
+        x = functional.dropout(self.features(x).mean((2, 3)), 0.5, self.training)
+        return self.fc(x)
+
+
+def test_dropout_continues_where_it_was(tmp_path, data):
+    torch.manual_seed(3)
+    start = Start(WithDropout((12, 24, 48)))
+    run(tmp_path / "whole", recipe(), data, start=start)
+    torch.rand(5)
+    with pytest.raises(Stop):
+        run(tmp_path / "stopped", recipe(), data, start=start, make_step=stop_after(7))
+    run(tmp_path / "stopped", recipe(), data, start=start)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+
+def test_a_run_stopped_at_any_write_continues_exactly(tmp_path, data, monkeypatch):
+    given = recipe(method="sgd", epochs=2)
+    run(tmp_path / "whole", given, data)
+    real, left = os.fsync, 0
+
+    def fsync(number):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Stop
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    stops = 0
+    for writes in range(1, 50):
+        folder, left = tmp_path / str(writes), writes
+        with suppress(Stop):
+            run(folder, given, data)
+            break
+        stops += 1
+        run(folder, given, data)
+        assert weights(folder) == weights(tmp_path / "whole"), f"stopped at write {writes}"
+        assert [record.epoch for record in read_log(folder)] == [1, 2]
+    assert stops == 2 * 7  # recipe, run, log, two checkpoints, model, run; a file and its folder
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from runs import digits, recipe, run
+from torchcram.experiments.step import EagerStep
+class Slow(EagerStep):
+    def run(self):
+        time.sleep(0.02)
+        super().run()
+run(Path(sys.argv[1]), recipe(epochs=8), digits(), make_step=Slow)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_a_killed_process_loses_the_current_epoch_at_most(tmp_path, data):
+    folder, given = tmp_path / "killed", recipe(epochs=8)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder)], env={**os.environ, "PYTHONPATH": paths}
+    )
+    try:
+        run(tmp_path / "whole", given, data)
+        late = time.monotonic() + 60
+        while not (folder / "checkpoints" / "epoch-0002.pt").exists():
+            assert child.poll() is None, "the training ended too early"
+            assert time.monotonic() < late, "the training does not get anywhere"
+            time.sleep(0.001)
+        moment = random.uniform(0, 0.3)  # noqa: S311
+        time.sleep(moment)
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    heard = []
+    run(folder, given, data, progress=lambda *news: heard.append(news))
+    assert heard[0][0] >= 2
+    assert weights(folder) == weights(tmp_path / "whole"), f"killed after {moment} s"
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, data):
+    given = recipe()
+    run(tmp_path / "whole", given, data)
+    folder = tmp_path / "damaged"
+    with pytest.raises(Stop):
+        run(folder, given, data, make_step=stop_after(2 * STEPS))
+    newest = folder / "checkpoints" / "epoch-0002.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    heard = []
+    with pytest.warns(UserWarning, match=r"epoch-0002\.pt is not used: it is cut off"):
+        run(folder, given, data, progress=lambda *news: heard.append(news))
+    assert heard[0] == (1, 3, None)
+    assert weights(folder) == weights(tmp_path / "whole")
+    assert [record.epoch for record in read_log(folder)] == [1, 2, 3]
+
+
+def test_a_finished_run_is_not_touched(tmp_path, data):
+    one = run(tmp_path, recipe(epochs=1), data)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*") if path.is_file()}
+    again = run(tmp_path, recipe(epochs=1), data, make_step=stop_after(0))
+    assert again.info == one.info
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+    changed = {path.name for path, when in before.items() if path.stat().st_mtime_ns != when}
+    assert changed <= {"recipe.yaml", ".lock"}
+
+
+def test_a_finished_run_whose_model_is_gone_makes_it_again(tmp_path, data):
+    run(tmp_path, recipe(epochs=1), data)
+    before = weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="not finished"):
+        load_trained(tmp_path, CPU)
+    run(tmp_path, recipe(epochs=1), data, make_step=stop_after(0))
+    assert weights(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"given": recipe("cram.rho=0.2", epochs=1)}, ["recipe.cram.rho is 0.1, not 0.2"]),
+        ({"given": recipe(epochs=2)}, ["recipe.train.epochs is 1, not 2"]),
+        ({"given": recipe(method="sgd", epochs=1)}, ["recipe.name", "recipe.cram"]),
+        ({"seed": 5}, ["seed is 0, not 5"]),
+        ({"data": digits(test=50)}, ["data.test_images is 100, not 50"]),
+        ({"start": Start(ConvNet((12, 24, 48)))}, ["start is None, not "]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_folder_of_another_run_is_refused_and_left_alone(tmp_path, data, other, said):
+    run(tmp_path, recipe(epochs=1), data)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    options = {"given": recipe(epochs=1), "data": data, **other}
+    with pytest.raises(ValueError, match="holds another run") as caught:
+        run(tmp_path, **options)
+    assert all(text in str(caught.value) for text in said)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_targets_and_title_may_change(tmp_path, data):
+    run(tmp_path, recipe(epochs=1), data)
+    other = recipe("compress.to=[int4]", "title=another", epochs=1)
+    found = run(tmp_path, other, data, make_step=stop_after(0))
+    assert found.recipe == other
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "checkpoints", "model.safetensors"])
+def test_a_folder_of_something_else_is_refused(tmp_path, data, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"holds {name} but no run.json"):
+        run(tmp_path, recipe(), data)
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "the whole is"),
+        ('{"seed": "0"}', "seed is '0'"),
+        ("wrong versions", "versions is 7"),
+    ],
+)
+def test_a_damaged_description_is_named(tmp_path, data, content, said):
+    run(tmp_path, recipe(epochs=1), data)
+    if content == "wrong versions":
+        content = json.dumps({**json.loads((tmp_path / "run.json").read_text()), "versions": 7})
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run\.json.*" + said):
+        load_trained(tmp_path, CPU)
+
+
+def test_a_run_can_begin_anew(tmp_path, data):
+    with pytest.raises(Stop):
+        run(tmp_path, recipe(), data, make_step=stop_after(STEPS))
+    (tmp_path / "notes.txt").write_text("mine")
+    given = recipe("cram.rho=0.2", epochs=1)
+    heard = []
+    run(tmp_path, given, data, resume=False, progress=lambda *news: heard.append(news))
+    assert heard[0] == (0, 1, None)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["epoch-0001.pt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert len(read_log(tmp_path)) == 1
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path, data):
+    pytest.importorskip("fcntl")
+
+    def second(*_):
+        with pytest.raises(ValueError, match="another process is working in this folder"):
+            run(tmp_path, recipe(epochs=1), data)
+        raise Stop
+
+    with pytest.raises(Stop):
+        run(tmp_path, recipe(epochs=1), data, progress=second)
+
+
+def test_intervals(tmp_path, data):
+    saved = []
+    run(
+        tmp_path,
+        recipe(method="sgd", epochs=5),
+        data,
+        eval_interval=2,
+        checkpoint_interval=3,
+        progress=lambda *_: saved.append({p.name for p in tmp_path.glob("checkpoints/*.pt")}),
+    )
+    assert [record.accuracy is not None for record in read_log(tmp_path)] == [0, 1, 0, 1, 1]
+    assert saved[-1] == {"epoch-0003.pt", "epoch-0005.pt"}
+    for name in ("eval_interval", "checkpoint_interval"):
+        with pytest.raises(ValueError, match=f"{name}=0 is not a positive number"):
+            run(tmp_path, recipe(method="sgd", epochs=5), data, **{name: 0})
+
+
+def test_resuming_with_rare_checkpoints(tmp_path, data):
+    given = recipe()
+    run(tmp_path / "whole", given, data)
+    with pytest.raises(Stop):
+        run(
+            tmp_path / "rare",
+            given,
+            data,
+            checkpoint_interval=2,
+            make_step=stop_after(2 * STEPS + 2),
+        )
+    with pytest.raises(Stop):  # nothing was saved at all
+        run(tmp_path / "none", given, data, checkpoint_interval=9, make_step=stop_after(STEPS))
+    for name in ("rare", "none"):
+        run(tmp_path / name, given, data)
+        assert weights(tmp_path / name) == weights(tmp_path / "whole")
+        assert [record.epoch for record in read_log(tmp_path / name)] == [1, 2, 3]
+
+
+def test_seeds_differ_and_global_generators_are_left_alone(tmp_path, data):
+    given = recipe(epochs=1)
+    state = torch.get_rng_state()
+    run(tmp_path / "0", given, data)
+    run(tmp_path / "1", given, data, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert weights(tmp_path / "0") != weights(tmp_path / "1")
+    torch.rand(100)
+    run(tmp_path / "again", given, data)
+    assert weights(tmp_path / "0") == weights(tmp_path / "again")
+
+
+def test_a_start_is_copied_and_its_masks_are_held(tmp_path, data):
+    given = recipe(epochs=2)
+    model = build_initial_model(given, classes=10, seed=7)
+    masks = compress_(model, GlobalTopK(0.8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start = Start(model, masks)
+    run(tmp_path / "whole", given, data, start=start)
+    with pytest.raises(Stop):
+        run(tmp_path / "stopped", given, data, start=start, make_step=stop_after(STEPS + 1))
+    run(tmp_path / "stopped", given, data, start=start)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    trained = dict(load_trained(tmp_path / "whole", CPU).model.named_parameters())
+    assert sparsity({name: trained[name] for name in masks}) == pytest.approx(0.8, abs=1e-3)
+    for name, mask in masks.items():
+        assert bool((trained[name][~mask] == 0).all())
+        assert not torch.equal(trained[name], before[name])
+    with pytest.raises(ValueError, match="start is "):
+        run(tmp_path / "whole", given, data, start=Start(model))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, data):
+    given = recipe("optimizer.lr=1e30", "optimizer.momentum=0", method="sgd", epochs=2)
+    with pytest.raises(FloatingPointError, match="epoch 1: the training loss is "):
+        run(tmp_path, given, data)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert read_log(tmp_path) == []
+    assert list(tmp_path.glob("checkpoints/*")) == []
+
+
+def test_a_model_file_of_another_model_is_refused(tmp_path, data):
+    run(tmp_path, recipe(epochs=1), data)
+    (tmp_path / "model.safetensors").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not the model"):
+        load_trained(tmp_path, CPU)
+
+
+def test_an_unfinished_or_missing_run_cannot_be_loaded(tmp_path, data):
+    with pytest.raises(ValueError, match=r"no folder of a run: there is no run\.json"):
+        load_trained(tmp_path, CPU)
+    with pytest.raises(Stop):
+        run(tmp_path, recipe(), data, make_step=stop_after(1))
+    with pytest.raises(ValueError, match="the training is not finished"):
+        load_trained(tmp_path, CPU)

@@ -1,0 +1,74 @@
+"""Training on a GPU: the same code, other kernels."""
+
+import pytest
+import torch
+from runs import Stop, digits, recipe, run, stop_after
+
+from torchcram.experiments.evaluate import accuracy_on_test
+from torchcram.experiments.oneshot import one_shot
+from torchcram.experiments.runlog import read_log
+from torchcram.experiments.train import load_trained
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digits(train=1024, test=360)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["optimizer.name=adamw", "optimizer.lr=0.002"], ["cram.mask_interval=3"]],
+    ids=["SGD", "AdamW", "masks kept"],
+)
+def test_a_run_learns_can_be_stopped_and_compressed(tmp_path, data, overrides, precision):
+    given = recipe(f"train.precision={precision}", "optimizer.lr=0.2", *overrides, epochs=8)
+    with pytest.raises(Stop):
+        run(tmp_path, given, data, device=CUDA, make_step=stop_after(40))
+    found = run(tmp_path, given, data, device=CUDA)
+    records = read_log(tmp_path)
+    assert [record.epoch for record in records] == list(range(1, 9))
+    assert records[-1].loss < records[0].loss / 2
+    assert found.finished.accuracy > 0.7
+    assert found.info.machine == torch.cuda.get_device_name()
+    assert accuracy_on_test(found.model, given, data, device=CUDA) == found.finished.accuracy
+    (small,) = one_shot(found.model, given, data, ["global:0.7"], device=CUDA, seed=0)
+    assert small.sparsity == pytest.approx(0.7, abs=1e-3)
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")], ids=" to ".join)
+def test_a_run_may_go_on_on_another_device(tmp_path, data, devices):
+    first, second = map(torch.device, devices)
+    given = recipe("optimizer.lr=0.2", epochs=6)
+    with pytest.raises(Stop):
+        run(tmp_path, given, data, device=first, make_step=stop_after(40))
+    found = run(tmp_path, given, data, device=second)
+    assert found.finished.accuracy > 0.5
+    assert load_trained(tmp_path, first).finished == found.finished
+
+
+def test_steps_do_not_wait_for_the_device(tmp_path, data):
+    from torchcram.experiments.step import EagerStep
+
+    class Strict(EagerStep):
+        begun = False
+
+        def start_epoch(self, epoch):
+            super().start_epoch(epoch)
+            self.begun = False
+
+        def run(self):
+            # the first step draws the epoch and copies it to the device
+            torch.cuda.set_sync_debug_mode("error" if self.begun else "default")
+            try:
+                super().run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            self.begun = True
+
+    run(tmp_path, recipe(method="sgd", epochs=2), data, device=CUDA, make_step=Strict)
+    assert len(read_log(tmp_path)) == 2

@@ -1,0 +1,277 @@
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from result_samples import cram, result, seed, sgd
+
+import torchcram.report
+from torchcram.report.runs import COLOURS
+from torchcram.report.runs_page import runs_page
+from torchcram.report.summary import dense, percent, points, summaries
+
+VOID = {"meta", "br", "link", "hr", "input"}
+HOSTILE = "</script><b>\"'&{{ 7 * 7 }}<!--"
+LOGS = {
+    "SGD": [
+        {"epoch": 1, "loss": 2.25, "accuracy": 0.25, "lr": 0.1},
+        {"epoch": 2, "loss": float("nan"), "accuracy": None, "lr": 0.05},
+    ],
+    "a further run": [{"epoch": 1, "loss": 1.5, "compressed_loss": 1.75, "mask_change": 0.1}],
+}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order; collects texts, attributes, rows and the data."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source, self.open, self.attributes, self.words = source, [], [], []
+        self.rows, self.scripts = [], []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+        self.rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
+        self.charts = json.loads(self.scripts[0])
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+            return
+        self.words.append(data.strip())
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def page():
+    other = result("sgd", [seed(0, 0.6, {"global:0.5": 0.5})], title="SGD", model="wide")
+    return Page(runs_page([sgd(), cram(), other], logs=LOGS))
+
+
+def test_the_page_is_well_formed(page):
+    assert page.source.startswith("<!DOCTYPE html>")
+    assert ("html", "lang", "en") in page.attributes
+    assert any(value.startswith("width=device-width") for _, _, value in page.attributes if value)
+    assert "prefers-color-scheme: dark" in page.source
+
+
+def test_the_page_needs_nothing_else(page):
+    assert not [name for _, name, _ in page.attributes if name in ("src", "href", "srcset")]
+    assert not re.search(r"https?:|//\w+\.|@import|<link|fetch\(|XMLHttp|import\(", page.source)
+    assert not re.search(r"url\((?!#)", page.source)
+    policy = next(value for _, _, value in page.attributes if value and "default-src" in value)
+    assert "default-src 'none'" in policy
+
+
+def test_the_page_has_every_number(page):
+    for one, label in ((sgd(), "SGD"), (cram(), "CrAM+-Multi")):
+        assert [label, "", str(dense(one)), "", ""] in page.rows
+        for operator, row in summaries(one).items():
+            zeros = f"{100 * row.sparsity:.1f} / {100 * row.model_sparsity:.1f}"
+            numbers = [zeros, percent(row.before.mean), str(row.after), points(row.change.mean)]
+            at = page.rows.index([operator])
+            following = page.rows[at + 1 : at + 3]
+            assert [label, *numbers] in following
+    assert ["global:0.5", "50.0 / 49.5", "30.00", "50.00", "-10.00"] in page.rows
+
+
+def test_the_page_has_the_recipe_the_machine_and_every_seed(page):
+    assert {"cram.rho", "0.15", "global:0.5, global:0.9", "null", "Abacus 3", "9.8.7"} <= set(
+        page.words
+    )
+    assert {"Seed 1", "Seed 4", "Seed 6"} <= set(page.words)
+    for one in cram().seeds:
+        for target in one.targets:
+            said = f"{percent(target.before)} as is, {percent(target.after)} after BNT"
+            assert said in page.words
+    assert "cifar/net/cram-plus, 3 seeds, 20 epochs, 2.0 min each" in page.words
+
+
+def test_curves_begin_dense_and_follow_global_sparsity(page):
+    plain, aware = page.charts[0]["series"]
+    assert (plain["name"], aware["name"]) == ("SGD", "CrAM+-Multi")
+    assert [point["x"] for point in plain["points"]] == pytest.approx([0, 50, 95])
+    assert [point["y"][0] for point in plain["points"]] == pytest.approx([88.7, 88.31, 24])
+    assert [point["y"][1] for point in plain["points"]] == pytest.approx([0, -0.39, -64.7])
+    assert [point["std"] for point in plain["points"]] == [[0, 0]] * 3
+    assert [point["std"][0] for point in aware["points"]] == pytest.approx([1, 0, 1])
+    assert [point["std"][1] for point in aware["points"]] == pytest.approx([0, 1, 0], abs=1e-9)
+    assert aware["points"][2]["text"] == [
+        ["operator", "global:0.9"],
+        ["before BNT", "68.00 %"],
+        ["after BNT", "88.00 ± 1.00 %"],
+        ["change from dense", "-2.00"],
+    ]
+
+
+def test_a_method_looks_the_same_everywhere(page):
+    first, second, training = page.charts
+    assert [one["style"] for one in first["series"]] == [0, 1]
+    assert [one["style"] for one in second["series"]] == [0]
+    assert [one["style"] for one in training["series"]] == [0, 2]
+    figures = [value for _, name, value in page.attributes if name == "data-chart"]
+    assert figures == ["0", "1", "2"]
+
+
+def test_training_curves_show_what_was_logged(page):
+    training = page.charts[2]
+    assert [view["name"] for view in training["views"]] == [
+        "accuracy",
+        "loss",
+        "compressed loss",
+        "lr",
+    ]
+    plain, further = training["series"]
+    assert [point["y"] for point in plain["points"]] == [
+        [25, 2.25, None, 0.1],
+        [None, None, None, 0.05],
+    ]
+    assert further["points"][0]["y"] == [None, 1.5, 1.75, None]
+    text = [["epoch", "1"], ["accuracy", "25.00 %"], ["loss", "2.2500"], ["lr", "0.1"]]
+    assert plain["points"][0]["text"] == text
+    assert training["x"]["max"] == 2
+
+
+def test_an_epoch_logged_twice_counts_once():
+    records = [{"epoch": 1, "loss": 9.0}, {"epoch": 2, "loss": 8.0}, {"epoch": 2, "loss": 7.0}]
+    (curve,) = Page(runs_page([sgd()], logs={"SGD": records})).charts[1]["series"]
+    assert [(point["x"], point["y"]) for point in curve["points"]] == [(1, [9.0]), (2, [7.0])]
+
+
+@pytest.mark.parametrize("epoch", [None, "3", 1.5])
+def test_a_record_without_an_epoch_is_refused(epoch):
+    with pytest.raises(ValueError, match="SGD: record 1 of the log has epoch="):
+        runs_page([sgd()], logs={"SGD": [{"epoch": 1}, {"epoch": epoch, "loss": 1.0}]})
+
+
+def test_a_page_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        runs_page([])
+
+
+def test_without_logs_there_is_no_training_chart():
+    alone = Page(runs_page([sgd()]))
+    assert len(alone.charts) == 1
+    assert "Training" not in alone.words
+    assert ["nm:2:4", "13.0 / 12.9", "51.00", "71.00", "-17.70"] in alone.rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=st.just(HOSTILE) | st.text(min_size=1))
+def test_whatever_is_given_stays_text(text):
+    text = text.replace("\x00", "")
+    one = replace(sgd(), title=text, data=text, recipe={text: text, "x": {"y": [text]}})
+    one = replace(one, seeds=(replace(one.seeds[0], machine=text, versions={text: text}),))
+    usual = Page(runs_page([sgd()], logs={"x": []}))
+    page = Page(runs_page([one], title=text, logs={text: [{"epoch": 1, "loss": 1}]}))
+    tags = re.compile(r"<(script|b|style|figure)\b")
+    assert tags.findall(page.source) == tags.findall(usual.source)
+    assert page.charts[0]["series"][0]["name"] == text
+    assert page.charts[1]["series"][0]["name"] == text
+
+
+def test_the_script_and_the_style_sheet_have_as_many_colours(page):
+    assert f"const COLOURS = {COLOURS};" in page.source
+    for number in range(COLOURS):
+        assert len(re.findall(rf"--c{number}: #", page.source)) == 2  # light and dark
+    assert f"--c{COLOURS}:" not in page.source
+
+
+def test_script_and_style_sheet_are_whole_in_the_page(page):
+    for name in ("runs.js", "runs_marks.js", "runs.css"):
+        text = (Path(torchcram.report.__file__).parent / name).read_text()
+        assert text.strip() in page.source
+
+
+# what a person does, and what there is to see then
+PROBE = """
+addEventListener("load", () => setTimeout(() => {
+  const found = {};
+  const figure = document.querySelector("figure");
+  const svg = figure.querySelector("svg");
+  const tip = figure.querySelector(".tip");
+  const box = svg.getBoundingClientRect();
+  const lines = () => figure.querySelectorAll(".plot .line").length;
+  const point = (marker) => {
+    const at = marker.getBoundingClientRect();
+    const [x, y] = [at.left + at.width / 2 + 3, at.top + at.height / 2 - 3];
+    svg.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y, bubbles: true }));
+  };
+  found.width = innerWidth;
+  found.wide = document.documentElement.scrollWidth;
+  found.hidden = tip.hidden;
+  found.lines = lines();
+  const markers = figure.querySelectorAll(".marker");
+  point(markers[markers.length - 1]);
+  found.tip = tip.innerText;
+  found.inside = tip.getBoundingClientRect().right <= innerWidth;
+  svg.dispatchEvent(new PointerEvent("pointerleave", { pointerType: "mouse" }));
+  found.left = tip.hidden;
+  svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+  found.first = tip.innerText;
+  const [plain] = figure.querySelectorAll(".legend button");
+  plain.click();
+  found.pressed = plain.getAttribute("aria-pressed");
+  found.without = lines();
+  plain.click();
+  found.again = lines();
+  figure.querySelectorAll(".views button")[1].click();
+  found.title = [...svg.querySelectorAll("text")].map((text) => text.textContent)
+    .find((text) => text.includes("points"));
+  found.ticks = [...svg.querySelectorAll("text")].map((text) => text.textContent)
+    .filter((text) => /^-?[0-9.]+$/.test(text));
+  parent.postMessage(JSON.stringify(found), "*");
+}, 200));
+"""
+FRAME = """<!DOCTYPE html><iframe src="page.html" style="width: {}px; height: 900px"></iframe>
+<script>addEventListener("message", (event) => {{ document.title = event.data; }});</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [360, 1100])
+def test_the_charts_answer_in_a_browser(width, tmp_path):
+    source = runs_page([sgd(), cram()], title=HOSTILE, logs=LOGS)
+    (tmp_path / "page.html").write_text(
+        source.replace("</body>", f"<script>{PROBE}</script></body>")
+    )
+    (tmp_path / "frame.html").write_text(FRAME.format(width))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1000", "--dump-dom"]
+    frame = (tmp_path / "frame.html").as_uri()
+    line = [shutil.which("chromium"), *options, frame]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    title = re.search(r"<title>(.*?)</title>", ran.stdout)
+    assert title, ran.stdout + ran.stderr
+    found = json.loads(title[1].replace("&amp;", "&"))
+    assert found["width"] == width
+    assert found["wide"] <= width
+    assert (found["hidden"], found["left"], found["inside"]) == (True, True, True)
+    assert (found["lines"], found["without"], found["again"]) == (2, 1, 2)
+    assert found["pressed"] == "false"
+    words = found["tip"].split()
+    assert words[0] == "CrAM+-Multi"
+    assert {"global:0.9", "68.00", "88.00", "-2.00"} <= set(words)
+    assert found["first"].split()[0] == "SGD"
+    assert "dense" in found["first"]
+    assert found["title"] == "change from dense, points; lower ones not shown"
+    assert "-10" in found["ticks"]
