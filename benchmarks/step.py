@@ -1,11 +1,13 @@
 """The cost of one training step: SAM, CrAM and CrAM+ as multiples of the plain step.
 
     python benchmarks/step.py [--device cpu|cuda] [--work resnet20 resnet50 resnet50-64 bert]
-                              [--methods plain SAM CrAM CrAM+] [--rounds N]
+                              [--methods plain SAM CrAM CrAM+] [--rounds N] [--graphs]
 
 Two forward-backward passes make the floor of 2.0x, less the optimizer step that is taken only once.
 Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
-convolutions in channels_last. ResNet50 needs the extra `vision`, BERT-base the extra `text`.
+convolutions in channels_last. Where the plain step waits for the host, so does all that is done
+beside it; `--graphs` captures all steps as CUDA graphs, which leaves the work itself. ResNet50
+needs the extra `vision`, BERT-base the extra `text`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK
 from torchcram.experiments.models import resnet20
+from torchcram.optim.graphs import GraphedStep
 
 OPERATORS = [GlobalTopK(sparsity) for sparsity in (0.5, 0.7, 0.8, 0.9, 0.95)]
 METHODS: dict[str, Callable[[nn.Module, Optimizer], Optimizer] | None] = {
@@ -125,7 +128,9 @@ def works(device: torch.device) -> dict[str, Work]:
 class Run:
     """A model in training by one method."""
 
-    def __init__(self, work: Work, method: str, device: torch.device) -> None:
+    def __init__(
+        self, work: Work, method: str, device: torch.device, *, graphs: bool = False
+    ) -> None:
         cuda = device.type == "cuda"
         torch.manual_seed(0)
         self.model = work.build().to(device)
@@ -137,9 +142,11 @@ class Run:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=cuda)
         base = work.optimizer(self.model, cuda)
         wrap = METHODS[method]
-        self.plain = wrap is None
         self.optimizer = base if wrap is None else wrap(self.model, base)
         self.device = device
+        self.take: Callable[[], object] = self.step
+        if graphs:
+            self.take = GraphedStep(self.model, self.optimizer, self.step)
 
     def closure(self) -> Tensor:
         """The loss of the batch, with gradients."""
@@ -147,17 +154,17 @@ class Run:
         with self.autocast:
             loss = cross_entropy(self.model(self.inputs), self.target)
         loss.backward()
-        return loss
+        return loss.detach()
+
+    def step(self) -> None:
+        """Takes a step."""
+        self.optimizer.step(self.closure)  # type: ignore[arg-type]
 
     def milliseconds(self, steps: int) -> float:
         """The mean time of a step, out of `steps` in a row."""
         start = time.perf_counter()
         for _ in range(steps):
-            if self.plain:
-                self.closure()
-                self.optimizer.step()
-            else:
-                self.optimizer.step(self.closure)  # type: ignore[arg-type]
+            self.take()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - start) / steps
@@ -175,10 +182,12 @@ def peak_megabytes(name: str, method: str, kind: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def measure(name: str, device: torch.device, rounds: int, methods: list[str]) -> None:
+def measure(
+    name: str, device: torch.device, rounds: int, *, methods: list[str], graphs: bool
+) -> None:
     """Prints one table. The methods take turns, so that all see the same state of the machine."""
     work = works(device)[name]
-    print(f"\n{work.title}", flush=True)
+    print(f"\n{work.title}{', captured as CUDA graphs' if graphs else ''}", flush=True)
     peaks = {}
     for method in methods:
         if device.type == "cuda":
@@ -186,7 +195,7 @@ def measure(name: str, device: torch.device, rounds: int, methods: list[str]) ->
         else:  # a process of its own, so that its peak of memory is its own
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 peaks[method] = pool.apply(peak_megabytes, (name, method, device.type))
-    runs = {method: Run(work, method, device) for method in methods}
+    runs = {method: Run(work, method, device, graphs=graphs) for method in methods}
     for run in runs.values():
         run.milliseconds(2)  # warms up
     times: dict[str, list[float]] = {method: [] for method in methods}
@@ -217,12 +226,13 @@ def main() -> None:
         "--work", nargs="+", default=["resnet20", "resnet50", "resnet50-64", "bert"]
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--graphs", action="store_true", help="capture steps as CUDA graphs")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     methods = ["plain", *(method for method in arguments.methods if method != "plain")]
     print(machine(device), flush=True)
     for name in arguments.work:
-        measure(name, device, arguments.rounds, methods)
+        measure(name, device, arguments.rounds, methods=methods, graphs=arguments.graphs)
 
 
 if __name__ == "__main__":

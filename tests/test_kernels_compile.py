@@ -34,10 +34,10 @@ def compile_(kernel, constants, **options):
 
 for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
     common = {"KEY": key, "ALIGNED": True, "SIZE": CHUNK}
-    for stride, depth in ((1, 0), (8, 7)):
+    for stride, depth in ((1, 3), (1, 0), (8, 7)):
         compile_(
             _select_kernel,
-            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": 512, "DEPTH": depth},
+            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": (2048 << depth) // 1024, "DEPTH": depth},
             maxnreg=REGISTERS,
             launch_cooperative_grid=True,
         )
@@ -55,4 +55,4 @@ def test_kernels_compile_for_compute_capability_9():
         env=environment,
     )
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.count("ok") == 6
+    assert out.stdout.count("ok") == 8

@@ -22,7 +22,7 @@ def data():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["optimizer.name=adamw", "optimizer.lr=0.002"], ["cram.mask_interval=3"]],
+    [[], ["optimizer.name=adamw", "optimizer.lr=0.01"], ["cram.mask_interval=3"]],
     ids=["SGD", "AdamW", "masks kept"],
 )
 def test_a_run_learns_can_be_stopped_and_compressed(tmp_path, data, overrides, precision):
@@ -51,6 +51,7 @@ def test_a_run_may_go_on_on_another_device(tmp_path, data, devices):
     assert load_trained(tmp_path, first).finished == found.finished
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_steps_do_not_wait_for_the_device(tmp_path, data):
     from torchcram.experiments.step import EagerStep
 

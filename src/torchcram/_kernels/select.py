@@ -32,6 +32,7 @@ from torchcram._kernels.table import (
     _addresses,
     _all_contiguous,
     _flat,
+    _kept,
     _on_device,
     _pointers,
     layout,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 PROGRAMS = 4  # per multiprocessor, all running at the same time
 REGISTERS = 128  # per thread, so that they fit
 STRIDE = 8  # of many chunks, one in so many is looked at first
-PARTS = 512  # in which the fine bins are added up, where there are programs enough
-DEPTH = 7  # bits that fine bins go deeper than coarse ones
+PART = 1024  # fine bins that a program adds up at a time
+DEPTH, SHALLOW = 7, 3  # bits that fine bins go deeper than coarse ones, for many chunks and for few
 SIGNALS = tl.constexpr(PASSES.value + 2)  # arrivals, segments unknown after each pass, unsettled
 
 
@@ -130,21 +131,20 @@ def keep_largest(
         tensors = [tensor if layout(tensor) else tensor.contiguous() for tensor in tensors]
         layouts = tuple([layout(tensor) or Layout(tensor.numel()) for tensor in tensors])
     pointers, aligned = _pointers(tensors)
-    table, rows = _addresses(
-        pointers, layouts, segments, device, itemsize=dtype.itemsize, chunk=CHUNK
+    table, rows = _kept(
+        _addresses(pointers, layouts, segments, device, itemsize=dtype.itemsize, chunk=CHUNK)
     )
     chunks, groups = len(table.chunks), len(keep)
     programs = min(chunks, _programs(device))
     stride = STRIDE if chunks >= STRIDE * programs else 1
-    shared_by = (groups - 1).bit_length()
-    depth = max(DEPTH - shared_by, 0)
-    parts = max(PARTS >> shared_by, 1) if programs >= PARTS else 1
+    depth = max((DEPTH if stride > 1 else SHALLOW) - (groups - 1).bit_length(), 0)
+    parts = max((BINS.value << depth) // PART, 1) if programs > 1 else 1
     counts = groups * (BINS.value << depth) * (PASSES.value + (stride > 1))
     words = SIGNALS.value + 2 * chunks + groups * BINS.value + counts
     scratch = torch.zeros(STATE.value * groups + -(-words // 2), dtype=torch.int64, device=device)
     mask = torch.empty(table.size, dtype=torch.bool, device=device)
     _select_kernel[programs,](
-        rows, _on_device(tuple(keep), device), scratch, mask, chunks, len(tensors), groups,
+        rows, _kept(_on_device(tuple(keep), device)), scratch, mask, chunks, len(tensors), groups,
         stride, parts, depth, KEYS[dtype], (1 << (8 * dtype.itemsize - 1)) - 1,
         aligned, CHUNK,
         num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,

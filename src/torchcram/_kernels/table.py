@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -19,6 +21,9 @@ KEYS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int
 ROW = tl.constexpr(5)  # columns of Table.chunks
 INFO = tl.constexpr(5)  # columns of Table.info
 SEGMENT = tl.constexpr(3)  # columns of Table.segments
+
+
+_T = TypeVar("_T")
 
 
 class Layout(NamedTuple):
@@ -73,6 +78,34 @@ def _flat(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
     return tuple(Layout(size) for size in sizes)
 
 
+_captured: list[object] = []  # what graphs read, for as long as there may be graphs
+
+
+@contextmanager
+def _outside_captures(device: torch.device) -> Iterator[None]:
+    """Runs a block on a stream of its own while a CUDA graph is captured: not to become part of it.
+
+    Whoever captures waits for the device before the first replay.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    with torch.cuda.stream(_stream(device)):
+        yield
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _kept(found: _T) -> _T:
+    """Returns a table, which stays in memory if a CUDA graph is being captured with it."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured.append(found)
+    return found
+
+
 def _to_device(values: Sequence[object], device: torch.device) -> Tensor:
     host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
@@ -80,7 +113,8 @@ def _to_device(values: Sequence[object], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return _to_device(values, device)
+    with _outside_captures(device):
+        return _to_device(values, device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -103,14 +137,15 @@ def _table(
         group[1] = len(chunks) - group[0]
         group[2] += lay.numel
     packed = size == sum(lay.numel for lay in layouts)
-    return Table(
-        _to_device(chunks, device),
-        _to_device(info, device),
-        _to_device(list(groups.values()), device),
-        offsets=tuple(offsets),
-        size=size,
-        packed=packed,
-    )
+    with _outside_captures(device):
+        return Table(
+            _to_device(chunks, device),
+            _to_device(info, device),
+            _to_device(list(groups.values()), device),
+            offsets=tuple(offsets),
+            size=size,
+            packed=packed,
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,11 +159,12 @@ def _addresses(
     chunk: int,
 ) -> tuple[Table, Tensor]:
     """Returns a table, and all of it in one tensor with addresses for offsets."""
-    table = _table(layouts, segments, device, chunk)
-    rows = table.chunks.clone()
-    rows[:, 0] *= itemsize
-    rows[:, 0] += _to_device(pointers, device)[rows[:, 4]]
-    return table, torch.cat([rows.view(-1), table.info.view(-1), table.segments.view(-1)])
+    with _outside_captures(device):
+        table = _table(layouts, segments, device, chunk)
+        rows = table.chunks.clone()
+        rows[:, 0] *= itemsize
+        rows[:, 0] += _to_device(pointers, device)[rows[:, 4]]
+        return table, torch.cat([rows.view(-1), table.info.view(-1), table.segments.view(-1)])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from torchcram._kernels.access import _bits
-from torchcram._kernels.table import CHUNK, KEYS, ROW, WARPS, _flat, _on_device, _pointers, _table
+from torchcram._kernels.table import (
+    CHUNK,
+    KEYS,
+    ROW,
+    WARPS,
+    _flat,
+    _kept,
+    _on_device,
+    _pointers,
+    _table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,10 +58,11 @@ def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """
     device = tensors[0].device
     flat = _flat(tuple([tensor.numel() for tensor in tensors]))
-    table = _table(flat, (0,) * len(tensors), device, CHUNK)
+    table = _kept(_table(flat, (0,) * len(tensors), device, CHUNK))
     pointers, aligned = _pointers(tensors)
     kept, kept_aligned = _pointers(masks)
+    addresses = _kept((_on_device(pointers, device), _on_device(kept, device)))
     _zero_kernel[len(table.chunks),](
-        table.chunks, _on_device(pointers, device), _on_device(kept, device),
+        table.chunks, *addresses,
         KEYS[tensors[0].dtype], aligned and kept_aligned, CHUNK, num_warps=WARPS,
     )  # fmt: skip

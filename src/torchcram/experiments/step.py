@@ -84,24 +84,12 @@ class EagerStep:
 
     def run(self) -> None:
         """Takes a step on the next batch."""
-        images, labels = next(self._coming)
-        found: list[Tensor] = []
-
-        def closure() -> Tensor:
-            self._optimizer.zero_grad()
-            with autocast(self._device, self._config.precision):
-                loss = F.cross_entropy(
-                    self._model(images), labels, label_smoothing=self._config.label_smoothing
-                )
-            loss.backward()
-            found.append(loss.detach())
-            return found[-1]
-
-        self._optimizer.step(closure)  # type: ignore[arg-type]  # the loss may stay a tensor
-        at_w, *at_compressed = found
+        at_w, at_compressed = train_on(
+            next(self._coming), self._model, self._optimizer, config=self._config
+        )
         self._add(0, at_w)
-        if at_compressed:
-            self._add(1, at_compressed[-1])  # C-SAM goes to C(w) before
+        if at_compressed is not None:
+            self._add(1, at_compressed)
 
     def losses(self) -> tuple[float, float | None]:
         """Returns the mean losses of the epoch so far."""
@@ -114,6 +102,30 @@ class EagerStep:
     def _add(self, which: int, loss: Tensor) -> None:
         self._sums[which] += loss
         self._steps[which] += 1
+
+
+def train_on(
+    batch: tuple[Tensor, Tensor],
+    model: Callable[[Tensor], Tensor],
+    optimizer: Optimizer,
+    *,
+    config: TrainConfig,
+) -> tuple[Tensor, Tensor | None]:
+    """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
+    images, labels = batch
+    found: list[Tensor] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with autocast(images.device, config.precision):
+            loss = F.cross_entropy(model(images), labels, label_smoothing=config.label_smoothing)
+        loss.backward()
+        found.append(loss.detach())
+        return found[-1]
+
+    optimizer.step(closure)  # type: ignore[arg-type]  # the loss may stay a tensor
+    at_w, *at_compressed = found
+    return at_w, at_compressed[-1] if at_compressed else None  # C-SAM goes to C(w) before
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -19,7 +19,7 @@ from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
 from torchcram.optim.backup import Backup
 from torchcram.optim.checks import check_arguments, check_rule
-from torchcram.optim.draws import Draws
+from torchcram.optim.draws import Draw, Draws
 from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
 from torchcram.optim.randomness import Randomness
@@ -56,9 +56,6 @@ class CrAM(Wrapper):
             one skips the step on the device, and the error comes with the next step. A GradScaler,
             where there is one, decides instead. A `step()` that no compressed pass went before is
             not checked.
-
-    Attributes:
-        operator: the operator drawn last; None after a plain step and for SAM.
     """
 
     def __init__(
@@ -92,8 +89,8 @@ class CrAM(Wrapper):
         self.base_step_probability = base_step_probability
         self.replay_randomness = replay_randomness
         self.check_finite = check_finite
-        self.operator: Operator | None = None
-        self._draws = Draws(drawn, mask_interval, seed)
+        self._draws = Draws(drawn if rule.compresses else (), mask_interval, seed)
+        self._draw = Draw()  # what this step is
         self._guard = FiniteGuard(base)
         self._backup = Backup()
         self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
@@ -152,8 +149,8 @@ class CrAM(Wrapper):
             self._backup.save(self._moved_by(one))  # w
             if one is not None and one.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
-            if one is not None and one.compress and self.operator is not None:
-                masks = self._draws.compress_(self.operator, self.weights, at=len(self._pending))
+            if one is not None and one.compress:
+                masks = self._draws.compress_(self._draw, self.weights, at=len(self._pending))
             torch.clear_autocast_cache()  # which may hold copies of w
             with frozen_statistics(self.model):  # w~ = C(w + rho g)
                 yield one is not None
@@ -169,13 +166,21 @@ class CrAM(Wrapper):
         self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
         self._check_finite(one, g, grad_scaler)
 
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """What steps draw from."""
+        return self._draws.operators
+
+    @property
+    def operator(self) -> Operator | None:
+        """The operator drawn last; None after a plain step and for SAM."""
+        return self._draw.operator
+
     def _next_pass(self) -> Pass | None:
         """Returns the pass that comes next; a step begins with drawing what it is to be."""
         if not self._pending:
-            plain = self._draws.happens(self.base_step_probability)
-            compresses = self.rule.compresses and not plain
-            self.operator = self._draws.operator() if compresses else None
-            self._pending = [None if plain else one for one in self.rule.passes]
+            self._draw = self._draws.draw(self.base_step_probability)
+            self._pending = [None if self._draw.plain else one for one in self.rule.passes]
         return self._pending[0]
 
     def _moved_by(self, one: Pass | None) -> list[Tensor]:
@@ -271,5 +276,5 @@ class CrAM(Wrapper):
         return {**super().__getstate__(), **scratch, "_inside": False}
 
     def __repr__(self) -> str:
-        operators = ", ".join(map(str, self._draws.operators))
+        operators = ", ".join(map(str, self.operators))
         return f"CrAM({self.rule.name}, [{operators}], rho={self.rho}, base={self.base!r})"

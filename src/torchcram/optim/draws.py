@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +12,28 @@ import torch
 from torchcram.operators import Operator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from torchcram.weights import Masks, Weights
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a step is to be.
+
+    Attributes:
+        plain: a plain step of the base optimizer.
+        operator: the one drawn, None for none.
+        level: the same, out of a range at one level.
+        anew: compute its masks anew rather than use those of its last use again.
+    """
+
+    plain: bool = False
+    operator: Operator | None = None
+    level: Operator | None = None
+    anew: bool = True
 
 
 class Draws:
@@ -27,33 +46,63 @@ class Draws:
     def __init__(self, operators: Sequence[Operator], mask_interval: int, seed: int) -> None:
         self.operators = tuple(operators)
         self.mask_interval = mask_interval
+        self._arranged: Draw | None = None  # what steps are, instead of what is drawn
         self._generator = torch.Generator().manual_seed(seed)
-        self._drawn: Operator | None = None  # the one of this step, at one level
         self._uses: Counter[Operator] = Counter()
         self._masks: dict[tuple[Operator, int], Masks] = {}  # by operator and pass of the rule
 
-    def happens(self, probability: float) -> bool:
-        """Returns True with the given probability."""
-        return probability > 0 and float(torch.rand((), generator=self._generator)) < probability
+    def draw(self, plain_probability: float) -> Draw:
+        """Draws what the next step is to be, and counts the use of its operator.
 
-    def operator(self) -> Operator:
-        """Draws an operator uniformly, out of a range its level too, and counts the use."""
+        An operator is drawn uniformly, out of a range its level too; a plain step has none.
+        """
+        if self._arranged is not None:
+            return self._arranged
+        chance = torch.rand((), generator=self._generator) if plain_probability > 0 else 1
+        if chance < plain_probability:
+            return Draw(plain=True)
+        if not self.operators:
+            return Draw()
         index = int(torch.randint(len(self.operators), (), generator=self._generator))
-        self._uses[self.operators[index]] += 1
-        self._drawn = self.operators[index].draw(self._generator)
-        return self.operators[index]
+        operator = self.operators[index]
+        anew = self._uses[operator] % self.mask_interval == 0
+        self._uses[operator] += 1
+        return Draw(operator=operator, level=operator.draw(self._generator), anew=anew)
+
+    def possible(self, plain_probability: float) -> list[Draw]:
+        """Returns all that `draw` may return, where no operator is a range."""
+        anew = (True,) if self.mask_interval == 1 else (True, False)
+        draws = [Draw(operator=one, level=one, anew=a) for one in self.operators for a in anew]
+        plain = [Draw(plain=True)] if plain_probability > 0 else []
+        return [*(draws or [Draw()]), *plain]
+
+    @contextmanager
+    def arrange(self, draw: Draw) -> Iterator[None]:
+        """Makes all steps in a `with` block what `draw` says, and counts none of them."""
+        self._arranged = draw
+        try:
+            yield
+        finally:
+            self._arranged = None
 
     @torch.no_grad()
-    def compress_(self, operator: Operator, weights: Weights, *, at: int) -> Masks | None:
+    def compress_(self, draw: Draw, weights: Weights, *, at: int) -> Masks | None:
         """Replaces `weights` by C(weights) in pass `at`; returns the mask, new or kept."""
-        kept = self._masks.get((operator, at))
-        if kept is not None and (self._uses[operator] - 1) % self.mask_interval:
-            operator.recompress_(weights, kept)
+        if draw.operator is None or draw.level is None:
+            return None
+        kept = self._masks.get((draw.operator, at))
+        if kept is not None and not draw.anew:
+            draw.operator.recompress_(weights, kept)
             return kept
-        masks = (self._drawn or operator).compress_(weights)
-        if self.mask_interval > 1 and masks is not None:
-            self._masks[operator, at] = masks
-        return masks
+        masks = draw.level.compress_(weights)
+        if self.mask_interval == 1 or masks is None:
+            return masks
+        if kept is None or kept.keys() != masks.keys():
+            self._masks[draw.operator, at] = masks
+            return masks
+        # kept where they are: a captured graph finds them there
+        torch._foreach_copy_(list(kept.values()), list(masks.values()))
+        return kept
 
     def forget(self, operator: Operator | None) -> None:
         """Drops the masks of an operator: its next use computes new ones."""
@@ -86,6 +135,17 @@ class Draws:
             for o, at, masks in state["masks"]
             if o in known
         }
+
+
+    def rewind(self, state: dict[str, Any], weights: Weights) -> None:
+        """Goes back to an earlier `state`; masks that it does not have keep their memory.
+
+        Graphs that are captured after one another may use the same memory for what they compute on
+        the way, so masks that outlive a graph are not to be allocated by one.
+        """
+        since = self._masks
+        self.load_state_dict(state, weights)
+        self._masks = {**since, **self._masks}
 
 
 def pack_bits(mask: Tensor) -> Tensor:

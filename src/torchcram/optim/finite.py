@@ -63,10 +63,27 @@ class FiniteGuard:
         self._base = base
         self._bad: Tensor | None = None  # 1.0 if the gradients at hand are not finite
         self._earlier: tuple[Tensor, torch.cuda.Event] | None = None  # that of the step before
+        self._left_out: Tensor | None = None  # how many steps of CUDA graphs
 
     def reset(self) -> None:
         """Forgets about gradients seen so far."""
         self._bad = self._earlier = None
+
+    def count_on_device(self, device: torch.device) -> None:
+        """Gets ready for steps that are captured: the host cannot look at each of them."""
+        if not getattr(self._base, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"a step of this {type(self._base).__name__} cannot be captured with "
+                "check_finite=True, for which the host would have to wait: take a fused one"
+            )
+        self.reset()
+        self._left_out = torch.zeros((), device=device)
+
+    def raise_if_left_out(self) -> None:
+        """Waits for the device; refuses if a captured step had to be left out."""
+        if self._left_out is not None and (count := int(self._left_out)):
+            self._left_out.zero_()
+            raise FloatingPointError(f"NaN or infinite gradient: {count} step(s) not taken")
 
     def forget_pending(self) -> None:
         """Forgets about gradients that no step was taken with."""
@@ -97,6 +114,9 @@ class FiniteGuard:
             self._base.step()
         finally:
             del self._base.grad_scale, self._base.found_inf  # type: ignore[attr-defined]
+        if self._left_out is not None and torch.cuda.is_current_stream_capturing():
+            self._left_out.add_(bad)
+            return
         on_host = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(bad.device))
