@@ -42,6 +42,18 @@ def milliseconds(
     return 1000 * statistics.median(times)
 
 
+def captured_milliseconds(work: Callable[[], object], *, calls: int = 10) -> float:
+    """Returns the time of one call on the GPU alone: out of several, replayed as a CUDA graph."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        for _ in range(calls):
+            work()
+    torch.cuda.synchronize()
+    graph.replay()
+    return milliseconds(graph.replay, torch.device("cuda"), repeats=5) / calls
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -35,9 +35,10 @@ def compile_(kernel, constants, **options):
 for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
     common = {"KEY": key, "ALIGNED": True, "SIZE": CHUNK}
     for stride, depth in ((1, 3), (1, 0), (8, 7)):
+        parts = (2048 << depth) // 1024
         compile_(
             _select_kernel,
-            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": (2048 << depth) // 1024, "DEPTH": depth},
+            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": parts, "DEPTH": depth},
             maxnreg=REGISTERS,
             launch_cooperative_grid=True,
         )

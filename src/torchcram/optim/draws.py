@@ -136,7 +136,6 @@ class Draws:
             if o in known
         }
 
-
     def rewind(self, state: dict[str, Any], weights: Weights) -> None:
         """Goes back to an earlier `state`; masks that it does not have keep their memory.
 

@@ -1,4 +1,4 @@
-"""The command line."""
+"""torchcram demo."""
 
 from __future__ import annotations
 
@@ -10,31 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from torchcram.experiments.demo import Progress
-
-app = typer.Typer(no_args_is_help=True, add_completion=False)
-
-EXTRAS = ("sklearn", "matplotlib", "jinja2")  # what torchcram[demo] brings
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from torchcram import __version__
-
-        typer.echo(f"torchcram {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    """Train a model once; compress it to any size in one shot."""
 
 
 @app.command()
@@ -51,7 +33,7 @@ def demo(
 
     Takes about a minute, downloads nothing, needs no GPU. Writes a picture, a page and a JSON file.
     """
-    with _errors_in_a_line():
+    with errors_in_a_line(needs="the demo", extra="demo"):
         from rich.console import Console
 
         from torchcram.experiments.demo import run_demo
@@ -95,21 +77,3 @@ def _progress(console: Console) -> Iterator[Progress]:
 def _line_per_training(method: str, done: int, epochs: int) -> None:
     if done == 0:
         typer.echo(f"training by {method}, epochs: {epochs}", err=True)
-
-
-@contextmanager
-def _errors_in_a_line() -> Iterator[None]:
-    """Turns a missing extra and a file that cannot be written into one line and exit status 1."""
-    try:
-        yield
-    except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
-        message = f'the demo needs {package}, which is missing: pip install "torchcram[demo]"'
-    except OSError as error:
-        message = str(error)
-    else:
-        return
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(1)

@@ -1,0 +1,99 @@
+"""torchcram compress and torchcram evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.options import DATA, DataFolder, DeviceName, RunFolder, find_device, load
+
+
+@app.command()
+def compress(
+    run: RunFolder,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OP", help="Operator, as global:0.9 or int4. Repeatable."),
+    ] = None,
+    bnt_trials: Annotated[
+        int, typer.Option(min=1, help="Calibration sets to tune batch norm on: mean and std.")
+    ] = 1,
+    save: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for the compressed models.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    data: DataFolder = DATA,
+    device: DeviceName = "auto",
+) -> None:
+    """Compress a trained model in one shot and test it, before and after batch-norm tuning.
+
+    Without --to, to the targets of its recipe; the result is then also kept in the run folder.
+    """
+    with errors_in_a_line():
+        from torchcram.cli.progress import watching
+        from torchcram.cli.tables import show
+        from torchcram.experiments.oneshot import one_shot, seed_result
+        from torchcram.experiments.outcome import RESULT
+        from torchcram.experiments.recipe_changes import with_targets
+        from torchcram.experiments.results import merge_seed, write_result
+        from torchcram.experiments.train import load_trained
+        from torchcram.report.results_table import result_table
+
+        where = find_device(device)
+        trained = load_trained(run, where)
+        recipe = with_targets(trained.recipe, to) if to else trained.recipe
+        images = load(recipe, data)
+        targets = recipe.compress.to
+        with watching() as watch:
+            found = one_shot(
+                trained.model,
+                recipe,
+                images,
+                targets,
+                device=where,
+                seed=trained.info.seed,
+                trials=bnt_trials,
+                save_to=save,
+                progress=watch.pieces("compressing", len(targets)),
+            )
+        result = merge_seed(None, recipe, seed_result(trained.info, found))
+        show(result_table(result))
+        for path in [*([] if to else [run / RESULT]), *([json] if json else [])]:
+            write_result(result, path)
+            typer.echo(f"result: {path}")
+        if save is not None:
+            typer.echo(f"compressed models: {save}")
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    model: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Weights to load instead, as compress --save writes."),
+    ] = None,
+    data: DataFolder = DATA,
+    device: DeviceName = "auto",
+) -> None:
+    """Test a trained model, or a file of weights for it, on the test images."""
+    with errors_in_a_line():
+        from torchcram import compressible_weights, sparsity
+        from torchcram.experiments.evaluate import accuracy_on_test
+        from torchcram.experiments.run_folder import load_model_
+        from torchcram.experiments.train import load_trained
+
+        where = find_device(device)
+        trained = load_trained(run, where)
+        if model is not None:
+            load_model_(trained.model, model)
+        images = load(trained.recipe, data)
+        accuracy = accuracy_on_test(trained.model, trained.recipe, images, device=where)
+        zeros = sparsity(compressible_weights(trained.model))
+        typer.echo(
+            f"{model or run}: accuracy {100 * accuracy:.2f} % on the {len(images.test)} test "
+            f"images of {images.name}, sparsity {100 * zeros:.2f} %"
+        )

@@ -1,0 +1,82 @@
+"""Options that several commands have, and what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.step import MakeStep
+
+DataFolder = Annotated[
+    Path, typer.Option("--data", envvar="TORCHCRAM_DATA", help="Where the data lies.")
+]
+Download = Annotated[bool, typer.Option("--download", help="Download data that torchvision knows.")]
+DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: cram.rho=0.1. Repeatable."),
+]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Instead of those of the recipe.")]
+Eager = Annotated[bool, typer.Option("--eager", help="Take plain steps, slower on a GPU.")]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile steps on a GPU: faster, after about a minute."),
+]
+EvalInterval = Annotated[int, typer.Option(min=1, help="Test after every so many epochs.")]
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", file_okay=False, help="Folder of a finished run.")
+]
+
+DATA = Path("data")
+RUNS = Path("runs")
+
+
+def find_device(name: str) -> torch.device:
+    """Returns the device of a name; "auto" is a GPU where there is one.
+
+    Raises:
+        ValueError: if there is no such device here.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: allowed are auto, cpu, cuda, cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: allowed are auto, cpu, cuda, cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"--device {name}: torch finds {gpus} GPUs on this machine")
+    return device
+
+
+def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
+    """Returns how steps are taken."""
+    from functools import partial
+
+    from torchcram.experiments.fast import make_step
+    from torchcram.experiments.step import EagerStep
+
+    if eager and compiled:
+        raise ValueError("--eager and --compile exclude each other")
+    return EagerStep if eager else partial(make_step, compiled=compiled)
+
+
+def load(recipe: Recipe, folder: Path, *, download: bool = False) -> DataSet | PictureSet:
+    """Loads the data of a recipe; says what takes long."""
+    from torchcram.experiments.data import load_data
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    return load_data(recipe.data, folder, download=download, report=say)

@@ -1,0 +1,87 @@
+"""torchcram report and torchcram results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line
+
+PAGES = (Path("README.md"), Path("docs/results.md"))
+
+
+@app.command()
+def report(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Run folders, result files, folders of results."),
+    ],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The page.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page: accuracy against sparsity, tables, training curves, settings."""
+    with errors_in_a_line():
+        from torchcram.experiments.files import write_atomically
+        from torchcram.report.runs_page import runs_page
+        from torchcram.report.sources import read_sources
+
+        results, logs = read_sources(sources)
+        write_atomically(out, runs_page(results, logs=logs).encode())
+        typer.echo(f"report: {out}")
+
+
+@app.command()
+def results(
+    pages: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE", show_default="README.md docs/results.md", help="Markdown files."
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--results", file_okay=False, help="Folder of results.")
+    ] = Path("results"),
+    write: Annotated[bool, typer.Option("--write", help="Write the marked tables again.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a marked table is not up to date.")
+    ] = False,
+) -> None:
+    """Show all results; or write the tables in Markdown files from them, or check these."""
+    with errors_in_a_line():
+        from torchcram.report.marked import stale, update_files
+
+        if write and check:
+            raise ValueError("--write and --check do not go together")
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
+        if not (write or check):
+            _show_all(folder)
+            return
+        files = pages or [page for page in PAGES if page.exists()]
+        if not files:
+            raise ValueError(f"there is none of {', '.join(map(str, PAGES))} here; name the files")
+        if write:
+            changed = update_files(files, folder)
+            typer.echo("\n".join(f"written: {path}" for path in changed) or "all up to date")
+        elif found := stale(files, folder):
+            typer.echo("\n".join(f"stale: {place}" for place in found), err=True)
+            typer.echo(
+                f"to update: torchcram results --write {' '.join(map(str, files))}", err=True
+            )
+            raise typer.Exit(1)
+        else:
+            typer.echo("all up to date")
+
+
+def _show_all(folder: Path) -> None:
+    from torchcram.cli.tables import show
+    from torchcram.experiments.results import read_results
+    from torchcram.report.results_table import result_table
+
+    found = read_results(folder)
+    if not found:
+        raise ValueError(f"there are no results in {folder}")
+    for result in found:
+        show(result_table(result))

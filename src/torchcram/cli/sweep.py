@@ -1,0 +1,113 @@
+"""torchcram sweep."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line, stoppable
+from torchcram.cli.options import (
+    DATA,
+    RUNS,
+    DataFolder,
+    DeviceName,
+    Download,
+    Eager,
+    Epochs,
+    Sets,
+    find_device,
+    load,
+    step_maker,
+)
+
+FILE = "sweep.json"
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name or file.")],
+    grid: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=V,V", help="Values to try: cram.rho=0.05,0.1. Repeatable."),
+    ],
+    score: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OP", help="Operator to score on, instead of all targets."),
+    ] = None,
+    epochs: Epochs = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, show_default="runs/RECIPE/sweep", help="Folder for all runs."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of every training.")] = 0,
+    data: DataFolder = DATA,
+    device: DeviceName = "auto",
+    eager: Eager = False,
+    download: Download = False,
+) -> None:
+    """Try out settings on a tenth of the training set; say which are best when compressed.
+
+    Every point is trained on the other nine tenths, compressed in one shot, and scored by its mean
+    accuracy after batch-norm tuning. The test set is not looked at.
+    """
+    with errors_in_a_line(), stoppable():
+        import json
+
+        from torchcram import parse_operator
+        from torchcram.cli.progress import watching
+        from torchcram.cli.tables import show, sweep_table
+        from torchcram.experiments.files import write_atomically
+        from torchcram.experiments.recipe import load_recipe
+        from torchcram.experiments.recipe_changes import with_epochs
+        from torchcram.experiments.sweep import read_grid
+        from torchcram.experiments.sweep import sweep as try_out
+
+        changes = tuple(sets or ())
+        recipes = {
+            point: with_epochs(load_recipe(recipe, [*changes, *point]), epochs)
+            for point in read_grid(grid)
+        }
+        first = next(iter(recipes.values()))
+        folder = out or RUNS / first.name / "sweep"
+        where = find_device(device)
+        images = load(first, data, download=download)
+        with watching() as watch:
+            points = try_out(
+                recipes,
+                folder,
+                data=images,
+                device=where,
+                seed=seed,
+                score=score or (),
+                make_step=step_maker(eager),
+                progress=watch.training,
+            )
+        wide, narrow = (sweep_table(points, score or (), targets=more) for more in (True, False))
+        show(wide, narrow)
+        best = points[0]
+        if best.score is None:
+            raise ValueError(f"every training failed; the first: {best.failed}")
+        line = ["torchcram", "train", recipe]
+        for text in (*changes, *best.overrides):
+            line += ["--set", text]
+        line += [] if epochs is None else ["--epochs", str(epochs)]
+        line += [] if data == DATA else ["--data", str(data)]
+        told = {
+            "recipe": first.name,
+            "seed": seed,
+            "score": [str(parse_operator(text)) for text in score or first.compress.to],
+            "points": [asdict(point) for point in points],
+            "best": list(best.overrides),
+            "next": shlex.join(line),
+        }
+        write_atomically(folder / FILE, (json.dumps(told, indent=2) + "\n").encode())
+        typer.echo(f"sweep: {folder / FILE}")
+        typer.echo(f"best: {' '.join(best.overrides)}; next:\n{told['next']}")

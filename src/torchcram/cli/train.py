@@ -1,0 +1,93 @@
+"""torchcram train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line, stoppable
+from torchcram.cli.options import (
+    DATA,
+    Compile,
+    DataFolder,
+    DeviceName,
+    Download,
+    Eager,
+    Epochs,
+    EvalInterval,
+    Sets,
+)
+from torchcram.cli.progress import Style
+
+
+@app.command()
+def train(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE", help="Names as `list recipes` has them, or files."),
+    ],
+    data: DataFolder = DATA,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            show_default="runs/RECIPE/seedN",
+            help="Folder of the run; of several, the folder that RECIPE/seedN are in.",
+        ),
+    ] = None,
+    sets: Sets = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, show_default="0", help="Repeatable: a run for each.")
+    ] = None,
+    epochs: Epochs = None,
+    device: DeviceName = "auto",
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Start from the weights of a finished run."),
+    ] = None,
+    eager: Eager = False,
+    compiled: Compile = False,
+    eval_interval: EvalInterval = 1,
+    parallel: Annotated[bool, typer.Option("--parallel", help="Run all at the same time.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="With --parallel: how many at a time.")
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder of results to put the result into as well."),
+    ] = None,
+    download: Download = False,
+    progress: Annotated[
+        Style, typer.Option(help="json: a line per news, on standard output, and no table.")
+    ] = Style.auto,
+) -> None:
+    """Train by a recipe, then compress in one shot to all its targets and show the table.
+
+    Stopped at any moment, the same command continues where it was.
+    """
+    with errors_in_a_line(), stoppable():
+        from torchcram.cli.train_parallel import train_together
+        from torchcram.cli.train_runs import TrainOptions, plan, train_in_turn
+
+        if jobs is not None and not parallel:
+            raise ValueError("--jobs goes with --parallel")
+        options = TrainOptions(
+            data=data,
+            sets=tuple(sets or ()),
+            epochs=epochs,
+            device=device,
+            start=start,
+            eager=eager,
+            compiled=compiled,
+            eval_interval=eval_interval,
+            results=results,
+            download=download,
+        )
+        trainings = plan(recipes, seed or [0], out, options)
+        if parallel:
+            train_together(trainings, options, jobs)
+        else:
+            train_in_turn(trainings, options, progress)

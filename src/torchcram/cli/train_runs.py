@@ -1,0 +1,141 @@
+"""The trainings that a command asks for, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import typer
+
+from torchcram.cli.options import RUNS, find_device, load, step_maker
+from torchcram.cli.progress import Style, watching
+from torchcram.cli.tables import show
+from torchcram.experiments.outcome import add_to_results, check_results, outcome
+from torchcram.experiments.recipe import Recipe, load_recipe
+from torchcram.experiments.recipe_changes import with_epochs
+from torchcram.experiments.train import Start, load_trained, train
+from torchcram.report.results_table import result_table
+from torchcram.report.sources import merge_seeds
+
+if TYPE_CHECKING:
+    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.results import Result
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What all trainings of a command have in common; see its options."""
+
+    data: Path
+    sets: tuple[str, ...]
+    epochs: int | None
+    device: str
+    start: Path | None
+    eager: bool
+    compiled: bool
+    eval_interval: int
+    results: Path | None
+    download: bool
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of them.
+
+    Attributes:
+        given: the recipe as the command has it.
+        recipe: the same with all changes.
+        seed: of the run.
+        folder: of the run.
+        name: that progress has it by.
+    """
+
+    given: str
+    recipe: Recipe
+    seed: int
+    folder: Path
+    name: str
+
+
+def plan(
+    recipes: Sequence[str], seeds: Sequence[int], out: Path | None, options: TrainOptions
+) -> list[Training]:
+    """Returns all trainings, every seed of every recipe.
+
+    Raises:
+        ValueError: if one cannot be, before any is begun.
+    """
+    find_device(options.device)
+    step_maker(options.eager, options.compiled)
+    loaded = [with_epochs(load_recipe(one, options.sets), options.epochs) for one in recipes]
+    alone = len(recipes) * len(seeds) == 1
+    methods = [recipe.method for recipe in loaded]
+    trainings: list[Training] = []
+    for given, recipe in zip(recipes, loaded, strict=True):
+        for seed in seeds:
+            below = (RUNS if out is None else out) / recipe.name / f"seed{seed}"
+            folder = out if out is not None and alone else below
+            if any(folder == one.folder for one in trainings):
+                raise ValueError(f"{recipe.name} with seed {seed} is asked for twice")
+            if options.results is not None:
+                check_results(options.results, recipe, seed)
+            name = recipe.method if methods.count(recipe.method) == 1 else recipe.name
+            trainings.append(Training(given, recipe, seed, folder, f"{name} seed {seed}"))
+    return trainings
+
+
+def train_in_turn(trainings: Sequence[Training], options: TrainOptions, style: Style) -> None:
+    """Trains, compresses and shows one after another."""
+    results = []
+    for training in trainings:
+        results.append(_train(training, options, style))
+        if style is not Style.json:
+            show(result_table(results[-1]))
+            typer.echo(f"run: {training.folder}")
+    if style is not Style.json:
+        for result in merge_seeds(results):
+            if len(result.seeds) > 1:
+                show(result_table(result))
+
+
+def _train(training: Training, options: TrainOptions, style: Style) -> Result:
+    recipe, folder = training.recipe, training.folder
+    device = find_device(options.device)
+    data = load(recipe, options.data, download=options.download)
+    with watching(style) as watch:
+        trained = train(
+            recipe,
+            folder,
+            data=data,
+            seed=training.seed,
+            device=device,
+            start=None if options.start is None else _start(options.start, recipe, data),
+            eval_interval=options.eval_interval,
+            make_step=step_maker(options.eager, options.compiled),
+            progress=watch.training(training.name),
+        )
+        pieces = watch.pieces(f"{training.name}, compressing", len(recipe.compress.to))
+        result = outcome(folder, trained, data, device=device, progress=pieces)
+    if options.results is not None:
+        add_to_results(options.results, recipe, result.seeds[0])
+    return result
+
+
+def _start(folder: Path, recipe: Recipe, data: DataSet | PictureSet) -> Start:
+    """Returns the weights of a finished run, for a training of the same model."""
+    trained = load_trained(folder, torch.device("cpu"))
+    if trained.recipe.model.name != recipe.model.name:
+        raise ValueError(
+            f"--from {folder}: its model is {trained.recipe.model.name!r}, that of {recipe.name} "
+            f"is {recipe.model.name!r}"
+        )
+    known, needed = len(trained.info.classes), len(data.classes)
+    if known != needed:
+        raise ValueError(
+            f"--from {folder}: it has {known} classes, {data.name!r} has {needed}; "
+            "`torchcram transfer` gives it a new head"
+        )
+    return Start(trained.model)

@@ -1,0 +1,140 @@
+"""Trainings that start from a finished one: fine-tuning with masks held, transfer to other data."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchcram import sparsity
+from torchcram.experiments.derived_folder import (
+    Asked,
+    Origin,
+    load_start,
+    read_origin,
+    write_start,
+)
+from torchcram.experiments.derived_start import begin_at, compressed_copy
+from torchcram.experiments.files import locked
+from torchcram.experiments.recipe_changes import read_at
+from torchcram.experiments.run_folder import digest
+from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.train import Progress, Start, Trained, load_trained, train
+
+if TYPE_CHECKING:
+    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.recipe import Recipe
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """A finished training that started from another.
+
+    Attributes:
+        trained: what came out.
+        origin: where it started.
+        sparsity: zeros among the weights that were compressed, at the end.
+        model_sparsity: the same among all parameters.
+    """
+
+    trained: Trained
+    origin: Origin
+    sparsity: float
+    model_sparsity: float
+
+
+def finetune(
+    run_folder: Path,
+    at: str,
+    out: Path,
+    *,
+    recipe: Recipe,
+    data: DataSet | PictureSet,
+    device: torch.device,
+    new_head: bool = False,
+    seed: int | None = None,
+    make_step: MakeStep = EagerStep,
+    eval_interval: int = 1,
+    progress: Progress | None = None,
+) -> Derived:
+    """Compresses the model of a run, tunes its batch norm, and trains on with the masks held.
+
+    As `train`, it continues where an earlier call on the same folder stopped.
+
+    Args:
+        run_folder: of a finished training.
+        at: an operator that only sets weights to zero, as text; or "dense" for none.
+        out: folder for the new run.
+        recipe: for training on; `finetune_recipe` or `transfer_recipe` makes it.
+        data: to train and test on.
+        device: of all that is computed.
+        new_head: whether to replace the last layer by a fresh one for the classes of `data`, which
+            has no mask.
+        seed: of the head, the batches and the calibration; by default that of the run.
+        make_step: how steps are taken.
+        eval_interval: test accuracy is measured after every so many epochs.
+        progress: told of every epoch.
+
+    Raises:
+        ValueError: for an operator that does more than set weights to zero, for a folder of
+            another run, and if a weight that was zero is not any more.
+    """
+    source = load_trained(run_folder, CPU)
+    at = read_at(at)
+    seed = source.info.seed if seed is None else seed
+    known, needed = len(source.info.classes), len(data.classes)
+    if known != needed and not new_head:
+        raise ValueError(
+            f"{run_folder} has {known} classes, {data.name!r} has {needed}: that takes a new head, "
+            "as `torchcram transfer` gives it"
+        )
+    dense_ends = source.recipe.compress.dense_ends
+    small, names = compressed_copy(source.model, at, dense_ends=dense_ends)
+    asked = Asked(at, new_head, digest(source.model.state_dict()), seed)
+    read_origin(out, asked)  # refuses the folder of another run before anything is made
+    with locked(out):
+        origin = read_origin(out, asked)
+        if origin is None:
+            small, beginning = begin_at(
+                small,
+                names,
+                at,
+                recipe=recipe,
+                data=data,
+                device=device,
+                seed=seed,
+                new_head=new_head,
+            )
+            origin = Origin(asked, str(run_folder), source.finished.accuracy, beginning)
+            write_start(out, small, origin)
+    start = load_start(out, recipe, classes=needed, origin=origin)
+    trained = train(
+        recipe,
+        out,
+        data=data,
+        seed=seed,
+        device=device,
+        start=start,
+        make_step=make_step,
+        eval_interval=eval_interval,
+        progress=progress,
+    )
+    return _checked(out, trained, origin, start)
+
+
+transfer = functools.partial(finetune, new_head=True)
+"""As `finetune`, to other data: with a new head."""
+
+
+def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> Derived:
+    weights = {name: value.detach().cpu() for name, value in trained.model.named_parameters()}
+    for name, mask in (start.masks or {}).items():
+        if back := int(weights[name][mask.logical_not()].count_nonzero()):
+            raise ValueError(f"{out}: {back} weights of {name!r} were zero, and are not any more")
+    compressed = {name: weights[name] for name in origin.beginning.compressed}
+    return Derived(trained, origin, sparsity(compressed), sparsity(weights))

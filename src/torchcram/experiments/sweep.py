@@ -1,0 +1,154 @@
+"""Settings tried out on a part of the training set, scored after one-shot compression."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchcram import parse_operator
+from torchcram.experiments import yaml_text
+from torchcram.experiments.data import DataSet, PictureSet, hold_out
+from torchcram.experiments.outcome import outcome
+from torchcram.experiments.recipe_changes import as_name, with_targets
+from torchcram.experiments.results import mean
+from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.train import Progress, train
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchcram.experiments.recipe import Recipe
+
+Overrides = tuple[str, ...]
+
+HELD_OUT = 0.1  # of the training set, to validate on
+VALIDATION = "validation.json"
+FIXED = ("name", "title", "data", "compress")  # what all points have in common
+LONGEST = 100  # characters of a folder's name
+_SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # what stays as it is in one
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings, and what they came to on the images held out.
+
+    Attributes:
+        overrides: such as "cram.rho=0.1".
+        folder: of the run, as named below that of the sweep.
+        score: mean accuracy after compression and batch-norm tuning; None if the training failed.
+        dense: accuracy of the model as trained.
+        targets: accuracy after compression and batch-norm tuning, by operator.
+        failed: why, if it did.
+    """
+
+    overrides: Overrides
+    folder: str
+    score: float | None
+    dense: float | None
+    targets: Mapping[str, float]
+    failed: str | None = None
+
+
+def read_grid(texts: Sequence[str]) -> list[Overrides]:
+    """Returns all combinations of "cram.rho=0.01,0.05" and others, the last one changing fastest.
+
+    Values are YAML, so a list is one value: "cram.operators=[global:0.5],[global:0.5, global:0.9]".
+
+    Raises:
+        ValueError: naming what cannot be read, is given twice, or cannot differ.
+    """
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, given = text.partition("=")
+        key = key.strip()
+        values = yaml_text.parse(f"[{given}]", f"grid {text!r}") if equals else None
+        if not key or not values:
+            raise ValueError(f"grid {text!r}: allowed is KEY=VALUE,VALUE such as cram.rho=0.05,0.1")
+        if key.split(".")[0] in FIXED:
+            raise ValueError(f"grid {text!r}: {key} is the same for all points of a sweep")
+        if key in axes:
+            raise ValueError(f"grid {text!r}: {key} is there already")
+        axes[key] = [f"{key}={_text(value)}" for value in values]
+        if len(set(axes[key])) < len(axes[key]):
+            raise ValueError(f"grid {text!r}: a value is there twice")
+    return list(itertools.product(*axes.values()))
+
+
+def sweep(
+    recipes: Mapping[Overrides, Recipe],
+    out: Path,
+    *,
+    data: DataSet | PictureSet,
+    device: torch.device,
+    seed: int,
+    score: Sequence[str] = (),
+    make_step: MakeStep = EagerStep,
+    progress: Callable[[str], Progress] | None = None,
+) -> list[Point]:
+    """Trains by every recipe on nine tenths of the training set, and scores on the last.
+
+    Every point is a run in its own folder; an interrupted sweep continues. One whose loss is not
+    finite fails alone.
+
+    Args:
+        recipes: by what sets them apart.
+        out: folder for all of it.
+        data: whose training set is divided; its test set is not looked at.
+        device: of all that is computed.
+        seed: of every training.
+        score: operators to score on, as text; by default the targets of the recipe.
+        make_step: how steps are taken.
+        progress: called with the name of a point for what is told of its epochs.
+
+    Returns:
+        The points, best first; where scores are equal, in the order they were given.
+    """
+    held: DataSet | PictureSet = hold_out(data, HELD_OUT)  # type: ignore[type-var]  # of its kind
+    wanted = [str(parse_operator(text)) for text in score]
+    points = []
+    for overrides, recipe in recipes.items():
+        name = folder_name(overrides)
+        targets = list(dict.fromkeys([*recipe.compress.to, *wanted]))
+        try:
+            trained = train(
+                with_targets(recipe, targets),
+                out / name,
+                data=held,
+                seed=seed,
+                device=device,
+                make_step=make_step,
+                progress=None if progress is None else progress(" ".join(overrides)),
+            )
+        except FloatingPointError as error:
+            points.append(Point(overrides, name, None, None, {}, str(error)))
+            continue
+        found = outcome(out / name, trained, held, device=device, file=VALIDATION).seeds[0]
+        after = {target.operator: target.after for target in found.targets}
+        value = mean([after[operator] for operator in wanted or recipe.compress.to])
+        points.append(Point(overrides, name, value, found.dense, after))
+    return sorted(points, key=lambda one: -1.0 if one.score is None else one.score, reverse=True)
+
+
+def folder_name(overrides: Overrides) -> str:
+    """Returns a name for the folder of a point, its own for every one."""
+    name = ",".join(overrides)
+    if all(map(_SIMPLE.fullmatch, overrides)) and len(name) <= LONGEST:
+        return name
+    digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
+    return f"{as_name(name)[:LONGEST]}-{digest}"
+
+
+def _text(value: object) -> str:
+    """Writes a value so that an override reads it back."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            if yaml_text.parse(value, "value") == value:
+                return value
+    return json.dumps(value)

@@ -1,0 +1,84 @@
+import re
+from pathlib import Path
+
+import pytest
+from commands import SGD, command, fail, succeed
+
+from torchcram.experiments.results import read_result
+
+
+def test_compress_shows_and_writes_what_was_asked_for(run):
+    kept = (run / "result.json").read_bytes()
+    done = succeed(
+        *("compress", run, "--to", "global:0.9", "--to", "nm:2:4", "--to", "int4"),
+        *("--bnt-trials", 3, "--json", "found.json", "--save", "small"),
+    )
+    result = read_result("found.json")
+    (seed,) = result.seeds
+    assert [target.operator for target in seed.targets] == ["global:0.9", "nm:2:4", "int4"]
+    assert all(target.trials == 3 for target in seed.targets)
+    assert all(target.after_std is not None for target in seed.targets)
+    assert result.recipe["compress"]["to"] == ["global:0.9", "nm:2:4", "int4"]
+    assert "over 3 calibration sets" in done.stdout
+    assert all(f"│ {target.operator} " in done.stdout for target in seed.targets)
+    assert (run / "result.json").read_bytes() == kept
+    names = ["global-0.9.safetensors", "int4.safetensors", "nm-2-4.safetensors"]
+    assert sorted(path.name for path in Path("small").iterdir()) == names
+
+
+def test_without_targets_the_result_of_the_run_is_made_again(run):
+    before = read_result(run / "result.json")
+    (run / "result.json").unlink()
+    succeed("compress", run)
+    assert read_result(run / "result.json") == before
+
+
+def test_evaluate_tests_the_model_or_a_file(run):
+    dense = read_result(run / "result.json").seeds[0].dense
+    done = succeed("evaluate", run)
+    assert done.stdout == (
+        f"{run}: accuracy {100 * dense:.2f} % on the 360 test images of digits, sparsity 0.00 %\n"
+    )
+    succeed("compress", run, "--to", "global:0.9", "--save", "small", "--json", "found.json")
+    after = read_result("found.json").seeds[0].targets[0].after
+    done = succeed("evaluate", run, "--model", "small/global-0.9.safetensors")
+    assert f"accuracy {100 * after:.2f} %" in done.stdout
+    assert re.search(r"sparsity (89\.99|90\.0[01]) %", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "global:1.5"], "global:1.5"),
+        (["--to", "global:0.3-0.9"], "a range is to train over"),
+        (["--to", "int4", "--to", "int4"], "every operator once"),
+        (["--to", "top:0.5"], "cannot read 'top:0.5'"),
+    ],
+)
+def test_bad_targets_leave_nothing(run, arguments, said):
+    assert said in fail("compress", run, *arguments, "--json", "found.json", "--save", "small")
+    assert not Path("found.json").exists()
+    assert not Path("small").exists()
+
+
+def test_a_folder_that_is_no_finished_run_is_named(run):
+    assert "nowhere is no folder of a run" in fail("compress", "nowhere")
+    (run / "model.safetensors").unlink()
+    assert "the training is not finished" in fail("evaluate", run)
+
+
+def test_a_file_of_other_weights_is_named(run):
+    Path("other.safetensors").write_bytes(b"nothing")
+    line = fail("evaluate", run, "--model", "other.safetensors")
+    assert "other.safetensors is not the model that it should be" in line
+
+
+def test_trials_are_positive(run):
+    done = command("compress", run, "--bnt-trials", 0)
+    assert done.exit_code == 2
+    assert "--bnt-trials" in done.stderr
+
+
+def test_an_unfinished_run_cannot_be_compressed():
+    command("train", SGD, "--epochs", 2, "--set", "optimizer.lr=1e30", "--out", "failed")
+    assert "the training is not finished" in fail("compress", "failed")

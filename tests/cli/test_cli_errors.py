@@ -1,0 +1,89 @@
+import sys
+import warnings
+
+import pytest
+import typer
+from commands import SGD, command, fail
+
+from torchcram.cli.errors import errors_in_a_line, stoppable
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        ("sklearn", ["train", SGD], 'sklearn, which is missing: pip install "torchcram[demo]"'),
+        (
+            "torchvision",
+            [
+                "train",
+                "imagenet/resnet18/sgd",
+                "--set",
+                "data={name: digits, augment: none, image_size: null}",
+            ],
+            'torchvision, which is missing: pip install "torchcram[vision]"',
+        ),
+        (
+            "jinja2",
+            ["report", "RESULT"],
+            'jinja2, which is missing: pip install "torchcram[report]"',
+        ),
+        (
+            "safetensors.torch",
+            ["evaluate", "RUN"],
+            'safetensors, which is missing: pip install "torchcram[vision]"',
+        ),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(module, arguments, said, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    places = {"RUN": run, "RESULT": run / "result.json"}
+    assert fail(*[places.get(one, one) for one in arguments]) == f"error: this needs {said}"
+
+
+def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcram.experiments.recipe_changes", None)
+    monkeypatch.delitem(sys.modules, "torchcram.cli.train_runs", raising=False)
+    assert isinstance(command("train", SGD).exception, ImportError)
+
+
+class OutOfMemoryError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("two\n  lines"), "error: two lines"),
+        (FileNotFoundError(2, "No such file", "x"), "error: [Errno 2] No such file: 'x'"),
+        (FloatingPointError("nan"), "error: nan"),
+        (OutOfMemoryError("CUDA"), "error: the memory of the GPU is full: CUDA"),
+    ],
+)
+def test_errors_are_lines(error, line, capsys):
+    with pytest.raises(typer.Exit) as caught, errors_in_a_line():
+        raise error
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyError("a bug"), TypeError("a bug")])
+def test_bugs_are_not_hidden(error):
+    with pytest.raises(type(error), match="a bug"), errors_in_a_line():
+        raise error
+
+
+def test_warnings_are_lines_too(capsys):
+    before = warnings.showwarning
+    with warnings.catch_warnings(), errors_in_a_line():
+        warnings.simplefilter("always")
+        warnings.warn("look\nhere", stacklevel=1)
+        assert warnings.showwarning is not before
+    assert warnings.showwarning is before
+    assert capsys.readouterr().err == "warning: look here\n"
+
+
+def test_ctrl_c_is_a_line(capsys):
+    with pytest.raises(typer.Exit) as caught, errors_in_a_line(), stoppable():
+        raise KeyboardInterrupt
+    assert caught.value.exit_code == 130
+    assert capsys.readouterr().err == "stopped; the same command continues where it was\n"

@@ -1,0 +1,109 @@
+import json
+import multiprocessing
+import shutil
+from dataclasses import replace
+
+import pytest
+from runs import CPU, digits, one_thread, recipe, run
+
+from torchcram.experiments import outcome as module
+from torchcram.experiments.oneshot import seed_result
+from torchcram.experiments.outcome import add_to_results, check_results, outcome
+from torchcram.experiments.results import SeedResult, read_result
+
+GIVEN = recipe("compress.to=[global:0.5, int4]", method="sgd", epochs=1)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digits()
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("once")
+    return folder, run(folder, GIVEN, data)
+
+
+@pytest.fixture
+def trained(once, tmp_path):
+    folder = shutil.copytree(once[0], tmp_path / "run")
+    return folder, once[1]
+
+
+def found(folder, trained, data, **options):
+    with one_thread():
+        return outcome(folder, trained, data, device=CPU, **options)
+
+
+def test_it_is_measured_once(trained, data, monkeypatch):
+    folder, one = trained
+    heard = []
+    first = found(folder, one, data, progress=heard.append)
+    assert first.seeds == (seed_result(one.info, heard),)
+    assert [target.operator for target in heard] == ["global:0.5", "int4"]
+    assert read_result(folder / "result.json") == first
+    monkeypatch.setattr(module, "one_shot", None)
+    assert found(folder, one, data) == first
+
+
+def test_a_new_title_is_taken_over_without_measuring(trained, data, monkeypatch):
+    folder, one = trained
+    first = found(folder, one, data)
+    monkeypatch.setattr(module, "one_shot", None)
+    titled = replace(one, recipe=replace(one.recipe, title="another"))
+    again = found(folder, titled, data)
+    assert (again.title, again.seeds) == ("another", first.seeds)
+    assert read_result(folder / "result.json") == again
+
+
+@pytest.mark.parametrize("how", ["targets", "damaged", "of another training"])
+def test_what_does_not_fit_is_measured_again(trained, data, how):
+    folder, one = trained
+    first = found(folder, one, data)
+    path = folder / "result.json"
+    if how == "targets":
+        other = replace(one.recipe, compress=replace(one.recipe.compress, to=("int4",)))
+        again = found(folder, replace(one, recipe=other), data)
+        assert [target.operator for target in again.seeds[0].targets] == ["int4"]
+        return
+    if how == "damaged":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        content = json.loads(path.read_text())
+        content["seeds"][0]["dense"] = 0.123
+        path.write_text(json.dumps(content))
+    assert found(folder, one, data) == first == read_result(path)
+
+
+def seed(number):
+    return SeedResult(number, 0.5, 1.0, (), "machine", {"torch": "2"})
+
+
+def add(arguments):
+    folder, number = arguments
+    add_to_results(folder, GIVEN, seed(number))
+
+
+def test_many_processes_lose_no_seed(tmp_path):
+    pytest.importorskip("fcntl")
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.map(add, [(tmp_path / "results", number) for number in range(12)])
+    path = tmp_path / "results" / "digits" / "convnet-digits" / "sgd.json"
+    assert [one.seed for one in read_result(path).seeds] == list(range(12))
+    assert [one for one in (tmp_path / "results").rglob("*") if one.is_file()] == [path]
+
+
+def test_another_recipe_is_refused_before_and_after(tmp_path):
+    path = add_to_results(tmp_path, GIVEN, seed(0))
+    before = path.read_bytes()
+    check_results(tmp_path, GIVEN, 1)
+    other = recipe("compress.to=[int4]", method="sgd", epochs=1)
+    for refused in (
+        lambda: check_results(tmp_path, other, 1),
+        lambda: add_to_results(tmp_path, other, seed(1)),
+    ):
+        with pytest.raises(ValueError, match=r"seed 1 was trained by another.*compress\.to"):
+            refused()
+    assert path.read_bytes() == before
+    check_results(tmp_path / "none", other, 1)
