@@ -174,6 +174,7 @@ def peak_megabytes(name: str, method: str, kind: str) -> float:
     """The peak of memory while one method trains alone."""
     device = torch.device(kind)
     if device.type == "cuda":
+        gc.collect()  # what was measured before is not to count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     Run(works(device)[name], method, device).milliseconds(2)

@@ -1,0 +1,24 @@
+"""The tables of the documentation are those of the results."""
+
+from pathlib import Path
+
+from torchcram.experiments.results import read_results
+from torchcram.report.marked import marked, stale
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md"]
+
+
+def test_tables_are_up_to_date():
+    assert marked((ROOT / "docs" / "results.md").read_text())
+    assert stale(PAGES, ROOT / "results") == [], (
+        "make them anew: torchcram results --write README.md docs/results.md"
+    )
+
+
+def test_every_result_has_its_row():
+    text = (ROOT / "docs" / "results.md").read_text()
+    shown = {(*name.split()[0].split("/"), m) for name in marked(text) for m in name.split()[1:]}
+    found = {(one.task, one.model, one.method) for one in read_results(ROOT / "results")}
+    assert found
+    assert found <= shown, "docs/results.md leaves out results"
