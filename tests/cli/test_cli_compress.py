@@ -61,6 +61,22 @@ def test_bad_targets_leave_nothing(run, arguments, said):
     assert not Path("small").exists()
 
 
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, monkeypatch):
+    monkeypatch.setattr("torchcram.experiments.outcome.measure", None)
+    Path("file").write_text("mine")
+    assert "file" in fail("compress", run, "--to", "int4", "--json", "file/found.json")
+
+
+@pytest.mark.parametrize("what", ["compress", "evaluate"])
+def test_data_can_be_downloaded(what, run, monkeypatch):
+    def load(_recipe, _folder, *, download, **_):
+        raise ValueError(f"download={download}")
+
+    monkeypatch.setattr("torchcram.experiments.data.load_data", load)
+    assert "download=False" in fail(what, run)
+    assert "download=True" in fail(what, run, "--download")
+
+
 def test_a_folder_that_is_no_finished_run_is_named(run):
     assert "nowhere is no folder of a run" in fail("compress", "nowhere")
     (run / "model.safetensors").unlink()

@@ -31,8 +31,8 @@ def test_finetuning_keeps_the_zeros_and_tells_the_way(run):
         ),
         (
             origin["dense"],
-            origin["beginning"]["before"],
-            origin["beginning"]["after"],
+            origin["before"],
+            origin["after"],
             read_run(folder)[1].finished.accuracy,
         ),
         strict=True,
@@ -78,7 +78,7 @@ def test_transfer_builds_a_new_head(run):
     done = succeed("transfer", run, "--at", "global:0.9", "--to", SGD, "--epochs", 1)
     folder = run.with_name("seed0-transfer-global-0.9-digits-convnet-digits-sgd")
     assert done.stdout.splitlines()[-1] == f"run: {folder}"
-    assert "│ transferred, 1 epochs " in done.stdout
+    assert "│ transferred, 1 epoch " in done.stdout
     weights = dict(load_trained(folder, CPU).model.named_parameters())
     assert sparsity({"fc": weights["fc.weight"]}) == 0
     body = {name: weights[name] for name in weights if name.endswith("weight") and "fc" not in name}
@@ -97,6 +97,10 @@ def test_bad_input_is_a_line(run):
     assert "is a range" in fail("finetune", run, "--at", "global:0.3-0.9")
     assert "nowhere is no folder of a run" in fail("finetune", "nowhere", "--at", "global:0.9")
     assert "no known key" in fail("finetune", run, "--at", "dense", "--set", "train.epoch=1")
+    both = ["--epochs", 1, "--set", "train.epochs=2"]
+    assert "--epochs and train.epochs exclude" in fail("finetune", run, "--at", "dense", *both)
+    line = fail("transfer", run, "--at", "dense", "--to", SGD, *both)
+    assert "--epochs and train.epochs exclude" in line
     assert "there is no recipe 'x/y'" in fail("transfer", run, "--at", "dense", "--to", "x/y")
     assert "holds another run" in fail("finetune", run, "--at", "global:0.9", "--out", run)
     assert command("finetune", run).exit_code == 2

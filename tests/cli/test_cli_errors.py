@@ -54,7 +54,8 @@ class OutOfMemoryError(RuntimeError):
     ("error", "line"),
     [
         (ValueError("two\n  lines"), "error: two lines"),
-        (FileNotFoundError(2, "No such file", "x"), "error: [Errno 2] No such file: 'x'"),
+        (FileNotFoundError(2, "No such file", "x"), "error: x: No such file"),
+        (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device"),
         (FloatingPointError("nan"), "error: nan"),
         (OutOfMemoryError("CUDA"), "error: the memory of the GPU is full: CUDA"),
     ],

@@ -36,6 +36,12 @@ def test_long_trainings_have_few_lines(capsys):
     assert len(lines) == 21
 
 
+def test_one_epoch_is_one(capsys):
+    with watching() as watch:
+        watch.training("mine")(0, 1, None)
+    assert capsys.readouterr().err == "mine: 1 epoch\n"
+
+
 def test_what_one_process_says_another_hears(capsys):
     with watching(Style.json) as watch:
         tell = watch.training("mine")
@@ -68,11 +74,12 @@ def test_other_lines_are_passed_over(line):
 def terminal(monkeypatch):
     """Consoles that write to a terminal, which is a text here."""
     text = io.StringIO()
+    text.width = 90
     real = rich.console.Console
 
     def console(**options):
         options.pop("stderr", None)
-        return real(file=text, force_terminal=True, width=90, color_system=None, **options)
+        return real(file=text, force_terminal=True, width=text.width, color_system=None, **options)
 
     monkeypatch.setattr(rich.console, "Console", console)
     return text
@@ -91,6 +98,17 @@ def test_someone_who_watches_sees_bars(terminal):
     assert "[mine]" in last
     assert "1/2 loss 0.2500, accuracy 50.00 %, 1234 images/s" in last
     assert "2/3" in last
+
+
+def test_a_small_terminal_has_no_room_for_all_news_but_for_the_time(terminal):
+    terminal.width = 80
+    with watching() as watch:
+        tell = watch.training("cram-plus-multi seed 0")
+        tell(0, 200, None)
+        tell(1, 200, RECORD)
+    last = terminal.getvalue().splitlines()[-2]
+    assert "1/200 loss 0.2500, accuracy 50.00 %" in last
+    assert last.endswith(" --:--")
 
 
 def test_only_bars_show_pieces():

@@ -1,3 +1,4 @@
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_the_page_of_a_folder_of_results():
 
 def test_what_a_page_cannot_be_made_of_is_named(run):
     (run / "result.json").unlink()
-    assert f"`torchcram compress {run}` makes it" in fail("report", run)
+    assert f"train it to its end, or `torchcram compress {run}`" in fail("report", run)
     Path("empty").mkdir()
     assert "empty is neither the folder of a run nor one of results" in fail("report", "empty")
     assert "missing.json" in fail("report", "missing.json")
@@ -74,7 +75,16 @@ def test_results_are_shown():
     assert "over 3 seeds" in done.stdout
 
 
+def test_what_to_update_names_the_results_too():
+    Path("README.md").write_text(MARKED)
+    Path("results").rename("my results")
+    done = command("results", "--check", "--results", "my results")
+    line = done.stderr.splitlines()[-1].partition("to update: torchcram ")[2]
+    assert succeed(*shlex.split(line)).stdout == "written: README.md\n"
+
+
 def test_bad_input_is_a_line():
+    assert "FILE goes with --write or --check" in fail("results", "README.md")
     assert "do not go together" in fail("results", "--check", "--write")
     assert "there is no folder none" in fail("results", "--results", "none")
     assert "there is none of README.md, docs/results.md here" in fail("results", "--check")

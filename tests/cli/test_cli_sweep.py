@@ -24,7 +24,7 @@ def test_the_better_of_two_is_found_and_said_how_to_train():
     assert best["targets"].keys() == {"global:0.5", "global:0.7"}
     for point in found["points"]:
         _, info = read_run(folder / point["folder"])
-        assert (info.train_images, info.test_images) == (1295, 142)  # of 1437 to train on
+        assert (info.data.train_images, info.data.test_images) == (1295, 142)  # of 1437 to train on
     rows = [row for row in done.stdout.splitlines() if row.startswith("│")]
     assert "optimizer.lr=0.1" in rows[0]
     assert f"{100 * best['dense']:.2f}" in rows[0]
@@ -32,8 +32,9 @@ def test_the_better_of_two_is_found_and_said_how_to_train():
     assert done.stdout.splitlines()[-1] == found["next"]
     words = shlex.split(found["next"])
     assert words[:3] == ["torchcram", "train", SGD]
-    succeed(*words[1:], "--out", "next")
-    assert read_run(Path("next"))[0] == load_recipe(
+    succeed("train", SGD, "--epochs", 1, *ONE)  # is not in the way of what is next
+    succeed(*words[1:])
+    assert read_run(folder / "optimizer.lr=0.1-whole")[0] == load_recipe(
         SGD, ["compress.to=[global:0.5]", "optimizer.lr=0.1", "train.epochs=2"]
     )
 
@@ -58,6 +59,7 @@ def test_all_that_fails_is_an_error():
         (["--grid", "cram.rho"], "allowed is KEY=VALUE,VALUE"),
         (["--grid", "optimizer.lr=0.1,0.1"], "a value is there twice"),
         (["--grid", "compress.to=[int4]"], "is the same for all points"),
+        (["--grid", "train.epochs=1,2", "--epochs", 3], "--epochs and train.epochs exclude"),
         (["--grid", "optimizer.lr=fast"], "optimizer.lr is 'fast'"),
         (["--grid", "optimizer.lr=0.1", "--score", "best"], "cannot read 'best'"),
     ],

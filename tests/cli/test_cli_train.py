@@ -198,9 +198,11 @@ def test_the_eval_interval():
         ([SGD, "--device", "gpu"], "allowed are auto, cpu, cuda"),
         ([SGD, "--device", "mps"], "allowed are auto, cpu, cuda"),
         ([SGD, "--device", "cuda:77"], "--device cuda:77: torch finds"),
+        ([SGD, "--set", "train.epochs=2", "--epochs", "1"], "--epochs and train.epochs exclude"),
         ([SGD, SGD], "is asked for twice"),
         ([SGD, "--jobs", "2"], "--jobs goes with --parallel"),
         (["cifar10/resnet20/sgd"], "'cifar10' is not in data"),
+        (["cifar10/resnet20/sgd"], "download it (--download"),
         ([SGD, "--set", "optimizer.lr=1e30", "--epochs", "1"], "the training loss is"),
     ],
 )
@@ -215,6 +217,7 @@ def test_bad_input_is_a_line_and_leaves_nothing(arguments, said):
 def test_the_folder_of_another_run_is_named(run):
     line = fail("train", SGD, "--epochs", 7, "--out", run)
     assert f"{run} holds another run: recipe.train.epochs is 3, not 7" in line
+    assert line.endswith("; give this one another folder (--out)")
 
 
 def test_the_data_folder_is_in_the_environment(monkeypatch):

@@ -10,9 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import CPU
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 
-from torchcram.experiments.checkpoint import load_latest, save_checkpoint
-from torchcram.experiments.identity import explain_differences
+from torchcram.experiments.checkpoint import (
+    load_latest,
+    load_state_,
+    own_randomness,
+    save_checkpoint,
+    state_of,
+)
+from torchcram.experiments.differences import explain_differences
 
 WHO = {"recipe": {"cram": {"rho": 0.1, "operators": ["global:0.5"]}, "name": "a/b/c"}, "seed": 0}
 
@@ -134,6 +144,16 @@ def test_a_plain_file_of_torch_is_refused(two):
     assert damaged(two, sealed(buffer.getvalue()))[0] == 1
 
 
+def test_a_sealed_file_of_something_else_is_refused(two):
+    for content in (
+        {"identity": 3, "epoch": 2, "state": state()},
+        {"identity": WHO, "epoch": 2, "state": 3},
+    ):
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        assert damaged(two, sealed(buffer.getvalue()))[0] == 1
+
+
 def test_all_bad_is_like_none(tmp_path):
     for epoch in (1, 2):
         (tmp_path / f"epoch-000{epoch}.pt").write_bytes(b"")
@@ -191,3 +211,44 @@ def test_differences_are_named_by_key():
         "d is None, but not given here",
         "d.x is not there, but 3 here",
     ]
+
+
+def stepped(form):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=form)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    cross_entropy(model(torch.randn(2, 3, 3, 3)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_groups_are_not_saved():
+    state = state_of(*stepped(torch.contiguous_format), CPU)
+    assert state.keys() == {"model", "optimizer", "random"}
+    assert state["optimizer"].keys() == {"state"}
+    assert state["random"].keys() == {"cpu"}
+
+
+def test_state_takes_the_layout_of_the_parameters_it_is_for():
+    model, optimizer = stepped(torch.contiguous_format)
+    other, twin = stepped(torch.channels_last)
+    load_state_(other, twin, CPU, state=state_of(model, optimizer, CPU))
+    weight, moment = other[0].weight, twin.state[other[0].weight]["momentum_buffer"]
+    assert moment.stride() == weight.stride() != model[0].weight.stride()
+    assert torch.equal(moment, optimizer.state[model[0].weight]["momentum_buffer"])
+    assert torch.equal(weight, model[0].weight)
+
+
+def test_random_numbers_go_on_where_they_were():
+    pair = stepped(torch.contiguous_format)
+    before = torch.get_rng_state()
+    with own_randomness(CPU, 5):
+        first = torch.rand(3)
+        state = state_of(*pair, CPU)
+        expected = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with own_randomness(CPU, 5):
+        assert torch.equal(torch.rand(3), first)
+        torch.rand(10)
+        load_state_(*pair, CPU, state=state)
+        assert torch.equal(torch.rand(3), expected)

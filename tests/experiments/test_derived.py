@@ -8,8 +8,8 @@ from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
 
 from torchcram import compressible_weights, sparsity
 from torchcram.experiments.data import DataSet, Images
-from torchcram.experiments.derived import finetune, transfer
-from torchcram.experiments.derived_folder import read_origin
+from torchcram.experiments.derived import finetune
+from torchcram.experiments.derived_start import read_origin
 from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.recipe_changes import finetune_recipe, transfer_recipe
 from torchcram.experiments.run_folder import load_model_
@@ -51,7 +51,7 @@ def even(data):
 
 def test_zeros_stay_and_the_rest_learns(tmp_path, source, data):
     found = tuned(source, "global:0.9", tmp_path / "out", data, epochs=6)
-    start = found.origin.beginning
+    start = found.origin
     model = found.trained.model
     before = load_trained(source, CPU).model
     load_model_(before, tmp_path / "out" / "start.safetensors")
@@ -70,7 +70,7 @@ def test_it_starts_as_one_shot_compression_ends(tmp_path, source, data):
     trained = load_trained(source, CPU)
     found = tuned(source, "global:0.7", tmp_path / "out", data, epochs=1).origin
     (one,) = one_shot(trained.model, GIVEN, data, ["global:0.7"], device=CPU, seed=0)
-    start = found.beginning
+    start = found
     assert (start.before, start.after) == (one.before, one.after)
     assert (start.sparsity, start.model_sparsity) == (one.sparsity, one.model_sparsity)
     assert found.dense == trained.finished.accuracy
@@ -78,7 +78,7 @@ def test_it_starts_as_one_shot_compression_ends(tmp_path, source, data):
 
 def test_dense_finetuning_holds_nothing(tmp_path, source, data):
     found = tuned(source, "dense", tmp_path / "out", data, epochs=1)
-    start = found.origin.beginning
+    start = found.origin
     assert (start.held, start.sparsity) == (False, 0)
     assert start.before == start.after == found.origin.dense
     saved = load_trained(source, CPU).model
@@ -92,14 +92,14 @@ def test_dense_ends_stay_dense(tmp_path, data):
     run(tmp_path / "run", given, data)
     found = tuned(tmp_path / "run", "global:0.9", tmp_path / "out", data, epochs=1)
     names = list(compressible_weights(found.trained.model))
-    assert found.origin.beginning.compressed == tuple(names[1:-1])
+    assert found.origin.compressed == tuple(names[1:-1])
 
 
 def test_stopped_it_continues_bit_for_bit_from_the_file(tmp_path, source, data, monkeypatch):
     tuned(source, "global:0.8", tmp_path / "whole", data)
     with pytest.raises(Stop):
         tuned(source, "global:0.8", tmp_path / "out", data, make_step=stop_after(STEPS + 2))
-    monkeypatch.setattr("torchcram.experiments.derived.begin_at", None)  # is not asked again
+    monkeypatch.setattr("torchcram.experiments.derived.write_start", None)  # is not asked again
     tuned(source, "global:0.8", tmp_path / "out", data)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
@@ -109,7 +109,7 @@ def test_stopped_before_the_origin_was_written_it_begins_anew(tmp_path, source, 
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchcram.experiments.derived_folder.write_atomically", stop)
+        patch.setattr("torchcram.experiments.derived_start.write_atomically", stop)
         with pytest.raises(Stop):
             tuned(source, "global:0.8", tmp_path, data)
     assert (tmp_path / "start.safetensors").exists()
@@ -177,7 +177,7 @@ def test_the_folder_of_a_plain_run_is_refused(tmp_path, source, data):
     assert not (folder / "start.safetensors").exists()
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"asked": 3}'])
+@pytest.mark.parametrize("content", ["{", "{}", '{"at": 3}'])
 def test_a_damaged_origin_is_named(tmp_path, source, data, content):
     tuned(source, "global:0.9", tmp_path, data, epochs=1)
     (tmp_path / "start.json").write_text(content)
@@ -191,15 +191,30 @@ def test_other_classes_need_a_new_head(tmp_path, source, data):
     assert not (tmp_path / "out").exists()
 
 
+def test_another_model_is_refused_before_anything_is_written(tmp_path, source, data):
+    with pytest.raises(ValueError, match=r"has the model 'convnet-digits', .* 'resnet20'"):
+        tuned(source, "global:0.9", tmp_path / "out", data, "model.name=resnet20")
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_that_the_model_does_not_take_are_refused(tmp_path, source, data):
+    parts = [
+        Images(part.images.repeat(1, 1, 1, 3), part.labels) for part in (data.train, data.test)
+    ]
+    with pytest.raises(ValueError, match=r"'convnet-digits' does not take .* 'coloured', 3x8x8"):
+        tuned(source, "global:0.9", tmp_path, DataSet("coloured", *parts, data.classes))
+    assert not (tmp_path / "start.json").exists()
+
+
 def test_transfer_has_a_new_head_without_a_mask(tmp_path, source, data):
     changes = ["optimizer.lr=0.2", "train.batch_size=16"]
     given = transfer_recipe(GIVEN, "global:0.9", GIVEN, epochs=4, overrides=changes)
-    options = {"recipe": given, "data": even(data), "device": CPU}
-    found = transfer(source, "global:0.9", tmp_path / "out", **options)
+    options = {"recipe": given, "data": even(data), "device": CPU, "new_head": True}
+    found = finetune(source, "global:0.9", tmp_path / "out", **options)
     learnt = dict(found.trained.model.named_parameters())
     assert learnt["fc.weight"].shape == (2, 48)
     assert sparsity({"head": learnt["fc.weight"]}) == 0
-    start = found.origin.beginning
+    start = found.origin
     assert "fc.weight" not in start.compressed
     assert (start.before, start.after) == (None, None)
     held = {name: learnt[name] for name in start.compressed}
@@ -208,8 +223,8 @@ def test_transfer_has_a_new_head_without_a_mask(tmp_path, source, data):
     again = load_trained(tmp_path / "out", CPU)
     assert torch.equal(again.model.fc.weight, learnt["fc.weight"])
     with pytest.raises(Stop):
-        transfer(source, "global:0.9", tmp_path / "cut", make_step=stop_after(27), **options)
-    transfer(source, "global:0.9", tmp_path / "cut", **options)
+        finetune(source, "global:0.9", tmp_path / "cut", make_step=stop_after(27), **options)
+    finetune(source, "global:0.9", tmp_path / "cut", **options)
     assert weights(tmp_path / "cut") == weights(tmp_path / "out")
 
 
@@ -217,4 +232,4 @@ def test_the_origin_says_where_it_came_from(tmp_path, source, data):
     tuned(source, "global:0.9", tmp_path, data, epochs=1)
     said = json.loads((tmp_path / "start.json").read_text())
     assert said["run"] == str(source)
-    assert said["asked"]["at"] == "global:0.9"
+    assert said["at"] == "global:0.9"

@@ -10,7 +10,7 @@ from torchcram import compress, compressible_weights, tune_batchnorm_
 from torchcram.experiments.data import calibration_batches
 from torchcram.experiments.data.seeds import mixed
 from torchcram.experiments.evaluate import accuracy_on_test
-from torchcram.experiments.oneshot import one_shot, seed_result
+from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.run_folder import load_model_
 from torchcram.operators import nm
 
@@ -59,16 +59,7 @@ def test_it_does_what_the_library_does(trained, data):
     (found,) = measured(trained, data, ["global:0.7"], seed=3)
     small = compress(trained.model, "global:0.7")
     before = accuracy_on_test(small, GIVEN, data, device=CPU)
-    batches = calibration_batches(
-        data.train,
-        100,
-        64,
-        augment="shift",
-        mean=data.mean,
-        std=data.std,
-        device=CPU,
-        seed=mixed(3, 0),
-    )
+    batches = calibration_batches(data, 100, 64, augment="shift", device=CPU, seed=mixed(3, 0))
     tune_batchnorm_(small, batches)
     assert (found.before, found.after) == (before, accuracy_on_test(small, GIVEN, data, device=CPU))
     assert found.before != found.after
@@ -98,14 +89,14 @@ def test_the_deviation_is_that_of_a_sample(trained, data, monkeypatch):
 
 
 def test_the_seed_chooses_the_calibration_sets(trained, data, monkeypatch):
-    from torchcram.experiments import oneshot
+    from torchcram.experiments import evaluate
 
     seen = []
 
     def look(_, batches):
         seen.append(torch.cat([images.flatten() for images, _ in batches]))
 
-    monkeypatch.setattr(oneshot, "tune_batchnorm_", look)
+    monkeypatch.setattr(evaluate, "tune_batchnorm_", look)
     measured(trained, data, ["global:0.5", "int4"], trials=2)
     measured(trained, data, ["global:0.5"], seed=1)
     first, second, again, other_again, other_seed = seen
@@ -158,16 +149,3 @@ def test_bad_targets_are_refused_before_anything_is_done(trained, data, wrong, s
 
     with pytest.raises(ValueError, match=said):
         measured(trained, data, **wrong, progress=never)
-
-
-def test_the_result_of_a_seed(trained, data):
-    targets = measured(trained, data, ["global:0.9"])
-    found = seed_result(trained.info, targets)
-    assert found.seed == 0
-    assert found.dense == trained.finished.accuracy
-    assert found.dense == accuracy_on_test(trained.model, GIVEN, data, device=CPU)
-    assert found.seconds == trained.finished.seconds > 0
-    assert found.targets == tuple(targets)
-    assert (found.machine, found.versions) == (trained.info.machine, trained.info.versions)
-    with pytest.raises(ValueError, match="seed 0 is not finished"):
-        seed_result(replace(trained.info, finished=None), targets)

@@ -7,7 +7,6 @@ import pytest
 from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram.experiments import outcome as module
-from torchcram.experiments.oneshot import seed_result
 from torchcram.experiments.outcome import add_to_results, check_results, outcome
 from torchcram.experiments.results import SeedResult, read_result
 
@@ -40,7 +39,15 @@ def test_it_is_measured_once(trained, data, monkeypatch):
     folder, one = trained
     heard = []
     first = found(folder, one, data, progress=heard.append)
-    assert first.seeds == (seed_result(one.info, heard),)
+    (seed,) = first.seeds
+    assert seed == SeedResult(
+        seed=0,
+        dense=one.finished.accuracy,
+        seconds=one.finished.seconds,
+        targets=tuple(heard),
+        machine=one.info.machine,
+        versions=one.info.versions,
+    )
     assert [target.operator for target in heard] == ["global:0.5", "int4"]
     assert read_result(folder / "result.json") == first
     monkeypatch.setattr(module, "one_shot", None)
@@ -55,6 +62,13 @@ def test_a_new_title_is_taken_over_without_measuring(trained, data, monkeypatch)
     again = found(folder, titled, data)
     assert (again.title, again.seeds) == ("another", first.seeds)
     assert read_result(folder / "result.json") == again
+
+
+def test_other_data_than_that_of_the_run_is_refused(trained):
+    folder, one = trained
+    with pytest.raises(ValueError, match="the run is of other data: test_images is 100, not 50"):
+        found(folder, one, digits(test=50))
+    assert not (folder / "result.json").exists()
 
 
 @pytest.mark.parametrize("how", ["targets", "damaged", "of another training"])
@@ -92,6 +106,13 @@ def test_many_processes_lose_no_seed(tmp_path):
     path = tmp_path / "results" / "digits" / "convnet-digits" / "sgd.json"
     assert [one.seed for one in read_result(path).seeds] == list(range(12))
     assert [one for one in (tmp_path / "results").rglob("*") if one.is_file()] == [path]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    path = add_to_results(tmp_path, GIVEN, seed(0))
+    (path.parent / ".sgd.json.123.tmp").write_bytes(b"half")
+    add_to_results(tmp_path, GIVEN, seed(1))
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_another_recipe_is_refused_before_and_after(tmp_path):

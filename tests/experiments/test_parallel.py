@@ -68,7 +68,8 @@ def end(*_):
     sys.exit(0)
 signal.signal(signal.SIGINT, end)
 print("ready", flush=True)
-time.sleep(60)
+for _ in range(600):  # a signal just before a sleep is heard only after it
+    time.sleep(0.1)
 """
 
 

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_samples import cram, result, seed, sgd
 
+from torchcram.experiments.differences import differences, flat
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.results import (
     Result,
     SeedResult,
     TargetResult,
-    differences,
-    flat,
     mean,
     merge_seed,
     read_result,
@@ -145,10 +144,10 @@ def test_an_unknown_key_is_refused_with_a_guess(tmp_path):
     value = asdict(sgd())
     value["seeds"][0]["machin"] = "x"
     message = refused(tmp_path, value)
-    assert "seeds[0]: machin is no known key (did you mean 'machine'?)" in message
+    assert "seeds[0].machin is no known key (did you mean 'machine'?)" in message
     value = asdict(sgd())
     value["seeds"][0]["targets"][1]["speed"] = 1
-    assert "seeds[0].targets[1]: speed is no known key" in refused(tmp_path, value)
+    assert "seeds[0].targets[1].speed is no known key" in refused(tmp_path, value)
 
 
 @pytest.mark.parametrize(
@@ -157,17 +156,17 @@ def test_an_unknown_key_is_refused_with_a_guess(tmp_path):
         (("task",), "../up", "task is '../up'"),
         (("method",), "a/b", "method is 'a/b'"),
         (("seeds",), [], "seeds is ()"),
-        (("seeds", 0, "dense"), 88.7, "seeds[0]: dense is 88.7; allowed: from 0 to 1"),
+        (("seeds", 0, "dense"), 88.7, "seeds[0].dense is 88.7; allowed: from 0 to 1"),
         (("seeds", 0, "seconds"), -1, "seconds is -1"),
         (("seeds", 0, "seconds"), 10**400, "seconds is 1000"),
         (("seeds", 0, "seed"), -1, "seed is -1"),
         (("seeds", 0, "seed"), 1.5, "seed is 1.5; allowed: an integer"),
-        (("seeds", 0, "targets", 1, "after"), 1.01, "seeds[0].targets[1]: after is 1.01"),
-        (("seeds", 0, "targets", 1, "after_std"), -0.1, "targets[1]: after_std is -0.1"),
-        (("seeds", 0, "targets", 0, "trials"), 0, "targets[0]: trials is 0"),
+        (("seeds", 0, "targets", 1, "after"), 1.01, "seeds[0].targets[1].after is 1.01"),
+        (("seeds", 0, "targets", 1, "after_std"), -0.1, "targets[1].after_std is -0.1"),
+        (("seeds", 0, "targets", 0, "trials"), 0, "targets[0].trials is 0"),
         (("seeds", 0, "targets", 0, "operator"), "int4", "every operator once"),
         (("seeds", 0, "targets", 0, "operator"), " ", "operator is ' '"),
-        (("seeds", 0, "versions", "torch"), 2.8, "seeds[0]: versions.torch is 2.8"),
+        (("seeds", 0, "versions", "torch"), 2.8, "seeds[0].versions.torch is 2.8"),
     ],
 )
 def test_an_impossible_value_is_refused(keys, value, said, tmp_path):

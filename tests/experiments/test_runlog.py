@@ -94,7 +94,17 @@ def test_a_line_cut_in_half_is_dropped(tmp_path_factory, data):
 
 @pytest.mark.usefixtures("no_board")
 @pytest.mark.parametrize(
-    "line", ["nonsense", "[]", '{"epoch": 1}', json.dumps({**asdict(ONE), "epoch": "1"}), "\0\0"]
+    "line",
+    [
+        "nonsense",
+        "[]",
+        '{"epoch": 1}',
+        json.dumps({**asdict(ONE), "epoch": "1"}),
+        json.dumps({**asdict(ONE), "loss": "1"}),
+        json.dumps({**asdict(ONE), "lr": float("nan")}),
+        "[" * 100_000,
+        "\0\0",
+    ],
 )
 def test_a_bad_line_in_the_middle_is_named(tmp_path, line):
     write(tmp_path, 1)
@@ -102,6 +112,9 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path, line):
     path.write_text(line + "\n" + path.read_text())
     with pytest.warns(UserWarning, match=r"log\.jsonl, line 1, is no record"):
         assert read_log(tmp_path) == [record(1)]
+    with pytest.warns(UserWarning, match="line 1, is no record"):
+        write(tmp_path, 2, first=2)
+    assert read_log(tmp_path) == [record(1), record(2)]
 
 
 @pytest.mark.usefixtures("no_board")
@@ -119,6 +132,13 @@ def test_tensorboard_shows_every_number_once_after_resuming(tmp_path):
     assert shown["loss"] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)]
     assert shown["accuracy"] == [(epoch, 0.25) for epoch in (1, 2, 3, 4)]
     assert shown.keys() == asdict(ONE).keys() - {"epoch", "compressed_loss"}
+
+
+def test_tensorboard_shows_a_first_epoch_that_was_done_again_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    write(tmp_path, 1)
+    write(tmp_path, 1, 2, loss=9.0)
+    assert scalars(tmp_path)["loss"] == [(1, 9.0), (2, 9.0)]
 
 
 def test_without_tensorboard_the_lines_are_written_and_it_is_said_once(tmp_path, monkeypatch):

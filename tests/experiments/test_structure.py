@@ -1,5 +1,6 @@
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,8 @@ class Tree:
     note: str | None = None
     twig: Leaf | None = None
     grid: tuple[tuple[int, ...], ...] = ()
+    words: dict[str, str] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 texts = st.text(max_size=8)
@@ -39,6 +42,8 @@ trees = st.builds(
     st.none() | texts,
     st.none() | leaves,
     st.lists(st.lists(st.integers(), max_size=3).map(tuple), max_size=3).map(tuple),
+    st.dictionaries(texts, texts, max_size=2),
+    st.dictionaries(texts, st.integers() | st.lists(texts), max_size=2),
 )
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts,
@@ -123,3 +128,17 @@ def test_what_is_wrong_is_named(data, message):
 def test_an_error_survives_the_way_between_processes():
     error = pickle.loads(pickle.dumps(BadValue("key", "is 3", "4")))  # noqa: S301
     assert str(error) == "key is 3; allowed: 4"
+
+
+@pytest.mark.parametrize(
+    ("given_words", "said"),
+    [
+        (["a"], r"words is \['a'\]; allowed: a section, of which each is a text"),
+        ({"torch": 2.8}, r"words\.torch is 2\.8; allowed: a text"),
+        ({3: "a"}, "words is 3; allowed: a text"),
+    ],
+)
+def test_a_mapping_has_texts_for_names_and_values_of_its_kind(given_words, said):
+    data = {"count": 1, "leaf": {"number": 1}, "words": given_words}
+    with pytest.raises(ValueError, match=said):
+        build(Tree, data, "a file")

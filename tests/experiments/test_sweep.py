@@ -47,8 +47,8 @@ def test_the_best_comes_first_and_failures_last(tmp_path, data):
     assert "the training loss is" in wild.failed
     for point in (best, slow):
         _, info = read_run(tmp_path / point.folder)
-        assert info.train_images + info.test_images == 320
-        assert 25 <= info.test_images <= 35
+        assert info.data.train_images + info.data.test_images == 320
+        assert 25 <= info.data.test_images <= 35
         (seed,) = read_result(tmp_path / point.folder / "validation.json").seeds
         assert seed.dense == point.dense == info.finished.accuracy
         assert not (tmp_path / point.folder / "result.json").exists()

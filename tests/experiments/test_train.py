@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,20 @@ from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
 from torchcram.experiments.build import build_initial_model
+from torchcram.experiments.data import DataSet, Images
 from torchcram.experiments.models import ConvNet
+from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.run_folder import read_run
 from torchcram.experiments.runlog import read_log
 from torchcram.experiments.schedule import lr_at
 from torchcram.experiments.train import Start, load_trained
+
+
+def brighter(data):
+    """As many images of the same classes, but other ones."""
+    parts = [replace(part, images=part.images + 9) for part in (data.train, data.test)]
+    return DataSet(data.name, *parts, data.classes)
+
 
 STEPS = 5  # of an epoch: 320 images in batches of 64
 
@@ -221,6 +231,7 @@ def test_a_finished_run_whose_model_is_gone_makes_it_again(tmp_path, data):
         ({"given": recipe(method="sgd", epochs=1)}, ["recipe.name", "recipe.cram"]),
         ({"seed": 5}, ["seed is 0, not 5"]),
         ({"data": digits(test=50)}, ["data.test_images is 100, not 50"]),
+        ({"data": brighter(digits())}, ["data.mean is [0."]),
         ({"start": Start(ConvNet((12, 24, 48)))}, ["start is None, not "]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -233,6 +244,35 @@ def test_the_folder_of_another_run_is_refused_and_left_alone(tmp_path, data, oth
         run(tmp_path, **options)
     assert all(text in str(caught.value) for text in said)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("model.name=resnet20", "'resnet20' does not take the images of 'digits', 1x8x8: "),
+        ("model.name=torchvision/vit_b_16", "'torchvision/vit_b_16' does not take the images"),
+        ("cram.only=nothing", "matches no compressible weight"),
+    ],
+)
+def test_what_cannot_begin_does_not_block_the_folder(tmp_path, data, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path, recipe(wrong, epochs=1), data)
+    found = run(tmp_path, recipe(epochs=1), data)
+    assert found.recipe == recipe(epochs=1)
+    assert [record.epoch for record in read_log(tmp_path)] == [1]
+
+
+def test_an_epoch_that_was_saved_is_not_given_up_for_another_run(tmp_path, data):
+    with pytest.raises(Stop):
+        run(tmp_path, recipe(), data, make_step=stop_after(STEPS))
+    with pytest.raises(ValueError, match="holds another run: seed is 0, not 1"):
+        run(tmp_path, recipe(), data, seed=1)
+
+
+def test_classes_may_have_any_names(tmp_path, data):
+    odd = replace(data, classes=("caf\udce9", "é", *data.classes[2:]))
+    run(tmp_path, recipe(epochs=1), odd)
+    assert run(tmp_path, recipe(epochs=1), odd).info.data.classes == odd.classes
 
 
 def test_targets_and_title_may_change(tmp_path, data):
@@ -266,19 +306,6 @@ def test_a_damaged_description_is_named(tmp_path, data, content, said):
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(ValueError, match=r"run\.json.*" + said):
         load_trained(tmp_path, CPU)
-
-
-def test_a_run_can_begin_anew(tmp_path, data):
-    with pytest.raises(Stop):
-        run(tmp_path, recipe(), data, make_step=stop_after(STEPS))
-    (tmp_path / "notes.txt").write_text("mine")
-    given = recipe("cram.rho=0.2", epochs=1)
-    heard = []
-    run(tmp_path, given, data, resume=False, progress=lambda *news: heard.append(news))
-    assert heard[0] == (0, 1, None)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["epoch-0001.pt"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert len(read_log(tmp_path)) == 1
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path, data):
@@ -385,3 +412,18 @@ def test_an_unfinished_or_missing_run_cannot_be_loaded(tmp_path, data):
         run(tmp_path, recipe(), data, make_step=stop_after(1))
     with pytest.raises(ValueError, match="the training is not finished"):
         load_trained(tmp_path, CPU)
+
+
+@pytest.mark.parametrize(
+    ("train", "classes"), [(320, 1), (3, 10), (1, 1)], ids=["one class", "few images", "one image"]
+)
+@pytest.mark.parametrize("method", ["sgd", "cram-plus-multi"])
+def test_odd_data(tmp_path, train, classes, method):
+    found = digits(train=train)
+    parts = [Images(part.images, part.labels % classes) for part in (found.train, found.test)]
+    data = DataSet("digits", *parts, tuple(map(str, range(classes))))
+    given = recipe(method=method, epochs=2)
+    trained = run(tmp_path, given, data)
+    assert 0 <= trained.finished.accuracy <= 1
+    (target, *_) = one_shot(trained.model, given, data, ["global:0.5"], device=CPU, seed=0)
+    assert 0 <= target.after <= 1

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchcram.experiments.yaml_text import dump, merged, override, parse
@@ -22,6 +22,7 @@ mappings = st.dictionaries(keys, values, max_size=4)
 
 
 @given(values)
+@example("a\x85b")  # an end of line to YAML
 def test_what_is_written_is_read_back(data):
     assert parse(dump(data), "a file") == data
 

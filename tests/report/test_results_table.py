@@ -163,6 +163,16 @@ def test_runs_of_one_title_are_told_apart():
     assert labels([one, later]) == ["SGD (seed=0)", "SGD (seed=5)"]
 
 
+def test_seeds_tell_runs_apart_only_where_nothing_else_does():
+    one = sgd()
+    longer = replace(
+        sgd(),
+        recipe={**one.recipe, "train": {"epochs": 9, "batch_size": 128}},
+        seeds=cram().seeds,
+    )
+    assert labels([one, longer]) == ["SGD (train.epochs=20)", "SGD (train.epochs=9)"]
+
+
 lines = st.text(st.characters(exclude_characters="\r\n<", codec="utf-8"), max_size=20)
 texts = st.lists(lines, max_size=4).map("\n".join)
 place_names = st.from_regex(r"[a-z]{1,4}/[a-z0-9]{1,4}( [a-z+]{1,4}){0,2}", fullmatch=True)

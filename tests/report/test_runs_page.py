@@ -14,17 +14,22 @@ from result_samples import cram, result, seed, sgd
 import torchcram.report
 from torchcram.report.runs import COLOURS
 from torchcram.report.runs_page import runs_page
+from torchcram.report.sources import Log
 from torchcram.report.summary import dense, percent, points, summaries
 
 VOID = {"meta", "br", "link", "hr", "input"}
 HOSTILE = "</script><b>\"'&{{ 7 * 7 }}<!--"
-LOGS = {
-    "SGD": [
-        {"epoch": 1, "loss": 2.25, "accuracy": 0.25, "lr": 0.1},
-        {"epoch": 2, "loss": float("nan"), "accuracy": None, "lr": 0.05},
-    ],
-    "a further run": [{"epoch": 1, "loss": 1.5, "compressed_loss": 1.75, "mask_change": 0.1}],
-}
+LOGS = [
+    Log(
+        0,
+        seed=0,
+        records=[
+            {"epoch": 1, "loss": 2.25, "accuracy": 0.25, "lr": 0.1},
+            {"epoch": 2, "loss": float("nan"), "accuracy": None, "lr": 0.05},
+        ],
+    ),
+    Log(1, seed=4, records=[{"epoch": 1, "loss": 1.5, "compressed_loss": 1.75}]),
+]
 
 
 class Page(HTMLParser):
@@ -127,9 +132,31 @@ def test_a_method_looks_the_same_everywhere(page):
     first, second, training = page.charts
     assert [one["style"] for one in first["series"]] == [0, 1]
     assert [one["style"] for one in second["series"]] == [0]
-    assert [one["style"] for one in training["series"]] == [0, 2]
+    assert [one["style"] for one in training["series"]] == [0, 1]
     figures = [value for _, name, value in page.attributes if name == "data-chart"]
     assert figures == ["0", "1", "2"]
+
+
+def test_training_curves_have_the_names_and_looks_of_their_runs():
+    long = replace(sgd(), recipe={**sgd().recipe, "train": {"epochs": 200}})
+    seeds = replace(sgd(), seeds=(seed(0, 0.8, {}), seed(1, 0.8, {})))
+    other = replace(sgd(), model="wide")
+    record = [{"epoch": 1, "loss": 1.0}]
+    logs = [Log(1, 0, record), Log(1, 1, record), Log(0, 0, record)]
+
+    def curves(results, logs):
+        chart = Page(runs_page(results, logs=logs)).charts[-1]
+        return [(one["name"], one["style"]) for one in chart["series"]]
+
+    mine, theirs = "SGD (train.epochs=20, train.batch_size=128)", "SGD (train.epochs=200"
+    (first, one), (second, two), (third, three) = curves([long, seeds], logs)
+    assert (first, second) == (f"{mine}, seed 0", f"{mine}, seed 1")
+    assert third.startswith(theirs)
+    assert (one, two, three) == (1, 1, 0)
+    assert curves([sgd(), other], [Log(0, 0, record), Log(1, 0, record)]) == [
+        ("cifar / net: SGD", 0),
+        ("cifar / wide: SGD", 0),
+    ]
 
 
 def test_training_curves_show_what_was_logged(page):
@@ -153,14 +180,24 @@ def test_training_curves_show_what_was_logged(page):
 
 def test_an_epoch_logged_twice_counts_once():
     records = [{"epoch": 1, "loss": 9.0}, {"epoch": 2, "loss": 8.0}, {"epoch": 2, "loss": 7.0}]
-    (curve,) = Page(runs_page([sgd()], logs={"SGD": records})).charts[1]["series"]
+    (curve,) = Page(runs_page([sgd()], logs=[Log(0, 0, records)])).charts[1]["series"]
     assert [(point["x"], point["y"]) for point in curve["points"]] == [(1, [9.0]), (2, [7.0])]
 
 
 @pytest.mark.parametrize("epoch", [None, "3", 1.5])
 def test_a_record_without_an_epoch_is_refused(epoch):
     with pytest.raises(ValueError, match="SGD: record 1 of the log has epoch="):
-        runs_page([sgd()], logs={"SGD": [{"epoch": 1}, {"epoch": epoch, "loss": 1.0}]})
+        runs_page([sgd()], logs=[Log(0, 0, [{"epoch": 1}, {"epoch": epoch, "loss": 1.0}])])
+
+
+def test_a_short_training_has_seconds():
+    short = replace(sgd(), seeds=(replace(sgd().seeds[0], seconds=7.4),))
+    words = Page(runs_page([short])).words
+    assert "cifar/net/sgd, 1 seed, 20 epochs, 7 s" in words
+    assert "7 s" in words
+    words = Page(runs_page([cram()])).words
+    assert "cifar/net/cram-plus, 3 seeds, 20 epochs, 2.0 min each" in words
+    assert "3.0 min" in words
 
 
 def test_a_page_of_nothing_is_refused():
@@ -181,8 +218,8 @@ def test_whatever_is_given_stays_text(text):
     text = text.replace("\x00", "")
     one = replace(sgd(), title=text, data=text, recipe={text: text, "x": {"y": [text]}})
     one = replace(one, seeds=(replace(one.seeds[0], machine=text, versions={text: text}),))
-    usual = Page(runs_page([sgd()], logs={"x": []}))
-    page = Page(runs_page([one], title=text, logs={text: [{"epoch": 1, "loss": 1}]}))
+    usual = Page(runs_page([sgd()], logs=[Log(0, 0, [])]))
+    page = Page(runs_page([one], title=text, logs=[Log(0, 0, [{"epoch": 1, "loss": 1}])]))
     tags = re.compile(r"<(script|b|style|figure)\b")
     assert tags.findall(page.source) == tags.findall(usual.source)
     assert page.charts[0]["series"][0]["name"] == text

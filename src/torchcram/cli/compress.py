@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,15 @@ import typer
 
 from torchcram.cli.app import app
 from torchcram.cli.errors import errors_in_a_line
-from torchcram.cli.options import DATA, DataFolder, DeviceName, RunFolder, find_device, load
+from torchcram.cli.options import (
+    DATA,
+    DataFolder,
+    DeviceName,
+    Download,
+    RunFolder,
+    find_device,
+    load,
+)
 
 
 @app.command()
@@ -23,11 +32,16 @@ def compress(
         int, typer.Option(min=1, help="Calibration sets to tune batch norm on: mean and std.")
     ] = 1,
     save: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder for the compressed models.")
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Folder for the compressed models, tuned on the first calibration set.",
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
+    download: Download = False,
 ) -> None:
     """Compress a trained model in one shot and test it, before and after batch-norm tuning.
 
@@ -36,31 +50,27 @@ def compress(
     with errors_in_a_line():
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show
-        from torchcram.experiments.oneshot import one_shot, seed_result
-        from torchcram.experiments.outcome import RESULT
+        from torchcram.experiments.outcome import RESULT, measure
         from torchcram.experiments.recipe_changes import with_targets
-        from torchcram.experiments.results import merge_seed, write_result
+        from torchcram.experiments.results import write_result
         from torchcram.experiments.train import load_trained
         from torchcram.report.results_table import result_table
 
         where = find_device(device)
         trained = load_trained(run, where)
         recipe = with_targets(trained.recipe, to) if to else trained.recipe
-        images = load(recipe, data)
-        targets = recipe.compress.to
+        images = load(recipe, data, download=download)
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
         with watching() as watch:
-            found = one_shot(
-                trained.model,
-                recipe,
+            result = measure(
+                replace(trained, recipe=recipe),
                 images,
-                targets,
                 device=where,
-                seed=trained.info.seed,
                 trials=bnt_trials,
                 save_to=save,
-                progress=watch.pieces("compressing", len(targets)),
+                progress=watch.pieces("compressing", len(recipe.compress.to)),
             )
-        result = merge_seed(None, recipe, seed_result(trained.info, found))
         show(result_table(result))
         for path in [*([] if to else [run / RESULT]), *([json] if json else [])]:
             write_result(result, path)
@@ -78,6 +88,7 @@ def evaluate(
     ] = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
+    download: Download = False,
 ) -> None:
     """Test a trained model, or a file of weights for it, on the test images."""
     with errors_in_a_line():
@@ -90,7 +101,7 @@ def evaluate(
         trained = load_trained(run, where)
         if model is not None:
             load_model_(trained.model, model)
-        images = load(trained.recipe, data)
+        images = load(trained.recipe, data, download=download)
         accuracy = accuracy_on_test(trained.model, trained.recipe, images, device=where)
         zeros = sparsity(compressible_weights(trained.model))
         typer.echo(

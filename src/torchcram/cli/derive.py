@@ -19,6 +19,7 @@ from torchcram.cli.options import (
     EvalInterval,
     RunFolder,
     Sets,
+    check_epochs,
     find_device,
     load,
     step_maker,
@@ -59,6 +60,7 @@ def finetune(
         from torchcram.experiments.recipe_changes import as_name, finetune_recipe, read_at
         from torchcram.experiments.run_folder import read_run
 
+        check_epochs(epochs, sets)
         recipe = finetune_recipe(read_run(run)[0], at, epochs=epochs, overrides=sets or ())
         _train_on(
             run,
@@ -99,6 +101,7 @@ def transfer(
         from torchcram.experiments.recipe_changes import as_name, read_at, transfer_recipe
         from torchcram.experiments.run_folder import read_run
 
+        check_epochs(epochs, sets)
         target = load_recipe(to)
         recipe = transfer_recipe(read_run(run)[0], at, target, epochs=epochs, overrides=sets or ())
         _train_on(
@@ -153,7 +156,7 @@ def _train_on(
             progress=watch.training("transfer" if new_head else "fine-tuning"),
         )
     show(derived_table(derived))
-    if not derived.origin.beginning.held:  # still dense: it can be compressed to anything
+    if not derived.origin.held:  # still dense: it can be compressed to anything
         show(result_table(outcome(out, derived.trained, images, device=where)))
     typer.echo(f"run: {out}")
 

@@ -39,7 +39,10 @@ def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterat
             raise
         pip = f'pip install "torchcram[{extra or EXTRAS[package]}]"'
         message = f"{needs} needs {package}, which is missing: {pip}"
-    except (OSError, ValueError, FloatingPointError) as error:
+    except OSError as error:
+        known = error.filename is not None and error.strerror
+        message = f"{error.filename}: {error.strerror}" if known else str(error)
+    except (ValueError, FloatingPointError) as error:
         message = str(error)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported

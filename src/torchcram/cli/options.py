@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,6 +59,13 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"--device {name}: torch finds {gpus} GPUs on this machine")
     return device
+
+
+def check_epochs(epochs: int | None, overrides: Sequence[str] | None) -> None:
+    """Refuses epochs that are said in two ways."""
+    keys = [text.partition("=")[0].strip() for text in overrides or ()]
+    if epochs is not None and "train.epochs" in keys:
+        raise ValueError("--epochs and train.epochs exclude each other: they say the same")
 
 
 def step_maker(eager: bool, compiled: bool = False) -> MakeStep:

@@ -86,13 +86,15 @@ def _json(name: str) -> Progress:
 
 
 def _lines(name: str) -> Progress:
+    from torchcram.report.summary import counted
+
     begun = False
 
     def tell(done: float, epochs: int, record: EpochRecord | None) -> None:
         nonlocal begun
         if not begun:
             where = f", continued after {done:.0f}" if done else ""
-            typer.echo(f"{name}: {epochs} epochs{where}", err=True)
+            typer.echo(f"{name}: {counted(epochs, 'epoch')}{where}", err=True)
             begun = True
         if record is None:
             return
@@ -107,13 +109,21 @@ def _lines(name: str) -> Progress:
 def _bars(console: Console) -> Iterator[Callable[[str], Progress]]:
     from rich import progress
     from rich.markup import escape
+    from rich.table import Column
+    from rich.text import Text
+
+    class News(progress.ProgressColumn):
+        """What a small terminal has the end of cut off, rather than any other column."""
+
+        def render(self, task: progress.Task) -> Text:
+            return Text(task.fields["news"], no_wrap=True, overflow="ellipsis")
 
     columns = (
         progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=None),
+        progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
         progress.TextColumn("{task.completed:.0f}/{task.total}"),
-        progress.TextColumn("{task.fields[news]}"),
-        progress.TimeRemainingColumn(compact=True),
+        News(),
+        progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
     )
     tasks: dict[str, progress.TaskID] = {}
     latest: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from torchcram.cli.app import app
 from torchcram.cli.errors import errors_in_a_line
 
+RESULTS = Path("results")
 PAGES = (Path("README.md"), Path("docs/results.md"))
 
 
@@ -42,7 +44,7 @@ def results(
     ] = None,
     folder: Annotated[
         Path, typer.Option("--results", file_okay=False, help="Folder of results.")
-    ] = Path("results"),
+    ] = RESULTS,
     write: Annotated[bool, typer.Option("--write", help="Write the marked tables again.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 if a marked table is not up to date.")
@@ -54,6 +56,8 @@ def results(
 
         if write and check:
             raise ValueError("--write and --check do not go together")
+        if pages and not (write or check):
+            raise ValueError("FILE goes with --write or --check")
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
         if not (write or check):
@@ -67,9 +71,9 @@ def results(
             typer.echo("\n".join(f"written: {path}" for path in changed) or "all up to date")
         elif found := stale(files, folder):
             typer.echo("\n".join(f"stale: {place}" for place in found), err=True)
-            typer.echo(
-                f"to update: torchcram results --write {' '.join(map(str, files))}", err=True
-            )
+            line = ["torchcram", "results", "--write", *map(str, files)]
+            line += [] if folder == RESULTS else ["--results", str(folder)]
+            typer.echo(f"to update: {shlex.join(line)}", err=True)
             raise typer.Exit(1)
         else:
             typer.echo("all up to date")

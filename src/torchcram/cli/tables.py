@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchcram.report.summary import percent
+from torchcram.report.summary import counted, percent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,23 +54,22 @@ def derived_table(derived: Derived) -> Table:
     from rich.text import Text
 
     origin, trained = derived.origin, derived.trained
-    start, at = origin.beginning, origin.asked.at
     table = Table(
-        title=Text(f"{trained.recipe.title}: test accuracy in % on {trained.info.data}"),
+        title=Text(f"{trained.recipe.title}: test accuracy in % on {trained.info.data.name}"),
         caption="sparsity in % of the compressed weights and of all parameters",
     )
     table.add_column("model")
     for column in ("accuracy", "sparsity", "of all"):
         table.add_column(column, justify="right", no_wrap=True)
-    at_start = (percent(start.sparsity), percent(start.model_sparsity))
-    if not origin.asked.new_head:
+    at_start = (percent(origin.sparsity), percent(origin.model_sparsity))
+    if not origin.new_head:
         table.add_row("as it was trained", percent(origin.dense), "", "")
-    if start.held and start.before is not None and start.after is not None:
-        table.add_row(Text(f"compressed to {at}"), percent(start.before), *at_start)
-        table.add_row("batch norm tuned", percent(start.after), *at_start)
-    what = "transferred" if origin.asked.new_head else "fine-tuned"
+    if origin.held and origin.before is not None and origin.after is not None:
+        table.add_row(Text(f"compressed to {origin.at}"), percent(origin.before), *at_start)
+        table.add_row("batch norm tuned", percent(origin.after), *at_start)
+    what = "transferred" if origin.new_head else "fine-tuned"
     table.add_row(
-        f"{what}, {trained.recipe.train.epochs} epochs",
+        f"{what}, {counted(trained.recipe.train.epochs, 'epoch')}",
         percent(trained.finished.accuracy),
         percent(derived.sparsity),
         percent(derived.model_sparsity),

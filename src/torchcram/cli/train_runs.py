@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import typer
 
-from torchcram.cli.options import RUNS, find_device, load, step_maker
+from torchcram.cli.options import RUNS, check_epochs, find_device, load, step_maker
 from torchcram.cli.progress import Style, watching
 from torchcram.cli.tables import show
 from torchcram.experiments.outcome import add_to_results, check_results, outcome
@@ -69,6 +69,7 @@ def plan(
         ValueError: if one cannot be, before any is begun.
     """
     find_device(options.device)
+    check_epochs(options.epochs, options.sets)
     step_maker(options.eager, options.compiled)
     loaded = [with_epochs(load_recipe(one, options.sets), options.epochs) for one in recipes]
     alone = len(recipes) * len(seeds) == 1
@@ -117,7 +118,7 @@ def _train(training: Training, options: TrainOptions, style: Style) -> Result:
             make_step=step_maker(options.eager, options.compiled),
             progress=watch.training(training.name),
         )
-        pieces = watch.pieces(f"{training.name}, compressing", len(recipe.compress.to))
+        pieces = watch.pieces("compressing", len(recipe.compress.to))
         result = outcome(folder, trained, data, device=device, progress=pieces)
     if options.results is not None:
         add_to_results(options.results, recipe, result.seeds[0])
@@ -132,7 +133,7 @@ def _start(folder: Path, recipe: Recipe, data: DataSet | PictureSet) -> Start:
             f"--from {folder}: its model is {trained.recipe.model.name!r}, that of {recipe.name} "
             f"is {recipe.model.name!r}"
         )
-    known, needed = len(trained.info.classes), len(data.classes)
+    known, needed = len(trained.info.data.classes), len(data.classes)
     if known != needed:
         raise ValueError(
             f"--from {folder}: it has {known} classes, {data.name!r} has {needed}; "

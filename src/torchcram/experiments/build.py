@@ -15,6 +15,7 @@ from torchcram.experiments.data import (
     StreamBatches,
     make_batches,
 )
+from torchcram.experiments.data.seeds import global_seed
 from torchcram.experiments.models import build_model
 from torchcram.optim.rules import RULES
 
@@ -42,8 +43,7 @@ def build_initial_model(
     """
     if pretrained is None:
         pretrained = recipe.model.pretrained
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPUs too
+    with global_seed(seed):
         return build_model(recipe.model.name, classes=classes, pretrained=pretrained)
 
 
@@ -53,8 +53,8 @@ def build_batches(
     """Returns the training batches of a recipe, or test batches of a size that suits the images."""
     batch_size = recipe.train.batch_size
     if not train:
-        pixels = _pixels(recipe, data)
-        batch_size = max(TEST_BATCH[0], min(TEST_PIXELS // pixels, TEST_BATCH[1]))
+        _, height, width = image_shape(recipe, data)
+        batch_size = max(TEST_BATCH[0], min(TEST_PIXELS // (height * width), TEST_BATCH[1]))
     return make_batches(
         data,
         train=train,
@@ -66,10 +66,13 @@ def build_batches(
     )
 
 
-def _pixels(recipe: Recipe, data: DataSet | PictureSet) -> int:
+def image_shape(recipe: Recipe, data: DataSet | PictureSet) -> tuple[int, int, int]:
+    """Returns the channels, height and width of the images that a model sees."""
     if isinstance(data, DataSet):
-        return data.test.images[0, ..., 0].numel()
-    return (recipe.data.image_size or 1) ** 2
+        height, width, channels = data.test.images.shape[1:]
+        return channels, height, width
+    size = recipe.data.image_size or 1
+    return 3, size, size
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:

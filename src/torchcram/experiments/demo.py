@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +18,16 @@ from torchcram import (
     CRAM_PLUS,
     CrAM,
     GlobalTopK,
-    __version__,
     compress,
     compressible_weights,
     sparsity,
     tune_batchnorm_,
 )
+from torchcram.experiments.data.seeds import global_seed
 from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
 from torchcram.experiments.digits import Digits, load_digits
 from torchcram.experiments.models import ConvNet
+from torchcram.experiments.versions import machine_name, versions
 
 PLAIN, AWARE = "SGD", CRAM_PLUS.name
 FIRST_CONV = r"^features\.0\."  # has one input channel, out of which no N:M group can be made
@@ -44,8 +44,7 @@ def run_demo(settings: DemoSettings, progress: Progress | None = None) -> DemoRe
         progress: told about every epoch.
     """
     data = load_digits()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+    with global_seed(settings.seed):
         initial = ConvNet(settings.widths)
     trained, rows = [], []
     with _one_thread():
@@ -63,7 +62,7 @@ def run_demo(settings: DemoSettings, progress: Progress | None = None) -> DemoRe
         test_images=len(data.test_labels),
         trained=tuple(trained),
         rows=tuple(rows),
-        versions=versions(),
+        versions={**versions(), "machine": machine_name(torch.device("cpu"))},
     )
 
 
@@ -140,16 +139,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def versions() -> dict[str, str]:
-    """Returns what the result was computed with."""
-    import sklearn
-
-    return {
-        "torchcram": __version__,
-        "torch": str(torch.__version__),
-        "scikit-learn": sklearn.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-    }

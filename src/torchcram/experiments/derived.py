@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram import sparsity
-from torchcram.experiments.derived_folder import (
+from torchcram import compress_, compressible_weights, sparsity
+from torchcram.experiments.derived_start import (
     Asked,
     Origin,
     load_start,
     read_origin,
     write_start,
 )
-from torchcram.experiments.derived_start import begin_at, compressed_copy
 from torchcram.experiments.files import locked
-from torchcram.experiments.recipe_changes import read_at
+from torchcram.experiments.recipe_changes import DENSE, read_at
 from torchcram.experiments.run_folder import digest
 from torchcram.experiments.step import EagerStep, MakeStep
 from torchcram.experiments.train import Progress, Start, Trained, load_trained, train
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchcram.experiments.data import DataSet, PictureSet
     from torchcram.experiments.recipe import Recipe
 
@@ -81,37 +82,38 @@ def finetune(
         progress: told of every epoch.
 
     Raises:
-        ValueError: for an operator that does more than set weights to zero, for a folder of
-            another run, and if a weight that was zero is not any more.
+        ValueError: for an operator that does more than set weights to zero, for a recipe with
+            another model, for a folder of another run, and if a weight that was zero is not any
+            more.
     """
     source = load_trained(run_folder, CPU)
-    at = read_at(at)
-    seed = source.info.seed if seed is None else seed
-    known, needed = len(source.info.classes), len(data.classes)
+    ours, theirs = source.recipe.model.name, recipe.model.name
+    if ours != theirs:
+        raise ValueError(f"{run_folder} has the model {ours!r}, {recipe.name} has {theirs!r}")
+    known, needed = len(source.info.data.classes), len(data.classes)
     if known != needed and not new_head:
         raise ValueError(
             f"{run_folder} has {known} classes, {data.name!r} has {needed}: that takes a new head, "
             "as `torchcram transfer` gives it"
         )
+    at = read_at(at)
+    seed = source.info.seed if seed is None else seed
     dense_ends = source.recipe.compress.dense_ends
-    small, names = compressed_copy(source.model, at, dense_ends=dense_ends)
+    small, names = _compressed(source.model, at, dense_ends=dense_ends)
     asked = Asked(at, new_head, digest(source.model.state_dict()), seed)
     read_origin(out, asked)  # refuses the folder of another run before anything is made
     with locked(out):
-        origin = read_origin(out, asked)
-        if origin is None:
-            small, beginning = begin_at(
-                small,
-                names,
-                at,
-                recipe=recipe,
-                data=data,
-                device=device,
-                seed=seed,
-                new_head=new_head,
-            )
-            origin = Origin(asked, str(run_folder), source.finished.accuracy, beginning)
-            write_start(out, small, origin)
+        origin = read_origin(out, asked) or write_start(
+            out,
+            run_folder,
+            source.finished.accuracy,
+            asked=asked,
+            small=small,
+            names=names,
+            recipe=recipe,
+            data=data,
+            device=device,
+        )
     start = load_start(out, recipe, classes=needed, origin=origin)
     trained = train(
         recipe,
@@ -127,8 +129,27 @@ def finetune(
     return _checked(out, trained, origin, start)
 
 
-transfer = functools.partial(finetune, new_head=True)
-"""As `finetune`, to other data: with a new head."""
+def _compressed(model: nn.Module, at: str, *, dense_ends: bool) -> tuple[nn.Module, list[str]]:
+    """Returns a compressed copy of a model, and the names of its compressed weights.
+
+    Raises:
+        ValueError: if the operator does more than set weights to zero: training would undo it.
+    """
+    small = copy.deepcopy(model)
+    weights = compressible_weights(small, dense_ends=dense_ends)
+    if at == DENSE:
+        return small, list(weights)
+    masks = compress_(small, at, weights=weights)
+    original = dict(model.named_parameters())
+    if masks is None or any(
+        not torch.equal(weights[name], original[name].masked_fill(mask.logical_not(), 0))
+        for name, mask in masks.items()
+    ):
+        raise ValueError(
+            f"{at} changes weights other than to zero, and training on would undo that; allowed: "
+            f"operators that only set weights to zero, such as global:0.9 or nm:2:4, and {DENSE!r}"
+        )
+    return small, list(weights)
 
 
 def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> Derived:
@@ -136,5 +157,5 @@ def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> Deriv
     for name, mask in (start.masks or {}).items():
         if back := int(weights[name][mask.logical_not()].count_nonzero()):
             raise ValueError(f"{out}: {back} weights of {name!r} were zero, and are not any more")
-    compressed = {name: weights[name] for name in origin.beginning.compressed}
+    compressed = {name: weights[name] for name in origin.compressed}
     return Derived(trained, origin, sparsity(compressed), sparsity(weights))

@@ -1,152 +1,179 @@
-"""The compressed model that fine-tuning and transfer start from."""
+"""Where fine-tuning and transfer start: a compressed model, kept in the folder of the new run.
+
+start.safetensors   the compressed model
+start.json          where it came from, and what it came to before training
+"""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram import compress_, compressible_weights, masks_of, sparsity, tune_batchnorm_
-from torchcram.experiments.build import place
-from torchcram.experiments.data import DataSet, PictureSet, calibration_batches
-from torchcram.experiments.data.seeds import mixed
-from torchcram.experiments.evaluate import accuracy_on_test
+from torchcram import masks_of, sparsity
+from torchcram.experiments import json_text
+from torchcram.experiments.build import build_initial_model, place
+from torchcram.experiments.data.seeds import global_seed
+from torchcram.experiments.differences import explain_differences
+from torchcram.experiments.evaluate import accuracy_on_test, require_fit, tune_
+from torchcram.experiments.files import write_atomically
 from torchcram.experiments.models import replace_head_
 from torchcram.experiments.recipe_changes import DENSE
-from torchcram.experiments.step import autocast
+from torchcram.experiments.run import Start
+from torchcram.experiments.run_folder import RUN, load_model_, save_model
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from torchcram.experiments.data import DataSet, PictureSet
     from torchcram.experiments.recipe import Recipe
+
+START, ORIGIN = "start.safetensors", "start.json"
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """A model as fine-tuning or transfer starts from it.
+class Asked:
+    """What a start depends on.
 
     Attributes:
+        at: the operator that the model is compressed by, or "dense".
+        new_head: whether its last layer is replaced.
+        weights: digest of the model that is compressed.
+        seed: of the new head and of the calibration.
+    """
+
+    at: str
+    new_head: bool
+    weights: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Origin(Asked):
+    """Where a training started.
+
+    Attributes:
+        run: folder of the run that the model is from.
+        dense: test accuracy of that run, from 0 to 1.
         compressed: names of the weights that were compressed, a new head not among them.
-        held: whether their zeros are held.
         sparsity: zeros among them.
         model_sparsity: zeros among all parameters.
         before: test accuracy from 0 to 1, as compressed; None with a new head.
         after: the same after batch-norm tuning.
     """
 
+    run: str
+    dense: float
     compressed: tuple[str, ...]
-    held: bool
     sparsity: float
     model_sparsity: float
-    before: float | None = None
-    after: float | None = None
+    before: float | None
+    after: float | None
+
+    @property
+    def held(self) -> bool:
+        """Whether zeros are held."""
+        return self.at != DENSE
 
 
-def compressed_copy(model: nn.Module, at: str, *, dense_ends: bool) -> tuple[nn.Module, list[str]]:
-    """Returns a compressed copy of a model, and the names of its compressed weights.
+def read_origin(folder: Path, asked: Asked | None = None) -> Origin | None:
+    """Returns where the run of a folder started; None where there is none yet.
+
+    Args:
+        folder: need not be there.
+        asked: what its start is to be.
 
     Raises:
-        ValueError: if the operator does more than set weights to zero: training would undo it.
+        ValueError: if the folder is of another run, naming in what they differ.
     """
-    small = copy.deepcopy(model)
-    weights = compressible_weights(small, dense_ends=dense_ends)
-    if at == DENSE:
-        return small, list(weights)
-    masks = compress_(small, at, weights=weights)
-    original = dict(model.named_parameters())
-    rounded = masks is None or any(
-        not torch.equal(weights[name], original[name].masked_fill(mask.logical_not(), 0))
-        for name, mask in masks.items()
-    )
-    if rounded:
+    path = folder / ORIGIN
+    if not path.exists():
+        if (folder / RUN).exists():
+            raise ValueError(f"{folder} holds another run: it did not start from a finished one")
+        return None
+    origin = json_text.parse(Origin, path.read_bytes(), str(path))
+    wanted = {} if asked is None else asdict(asked)
+    if different := explain_differences({key: getattr(origin, key) for key in wanted}, wanted):
+        said = "; ".join(different)
         raise ValueError(
-            f"{at} changes weights other than to zero, and training on would undo that; allowed: "
-            f"operators that only set weights to zero, such as global:0.9 or nm:2:4, and {DENSE!r}"
+            f"{folder} holds another run: {said}; give this one another folder (--out)"
         )
-    return small, list(weights)
+    return origin
 
 
-def begin_at(
+def write_start(
+    folder: Path,
+    run: Path,
+    dense: float,
+    *,
+    asked: Asked,
     small: nn.Module,
     names: list[str],
-    at: str,
-    *,
     recipe: Recipe,
     data: DataSet | PictureSet,
     device: torch.device,
-    seed: int,
-    new_head: bool,
-) -> tuple[nn.Module, Beginning]:
-    """Gives a compressed model its head, tunes its batch norm, and measures it.
+) -> Origin:
+    """Gives a compressed model its head, tunes its batch norm, measures it and writes it.
 
     Args:
-        small: what `compressed_copy` returned, on the CPU; it becomes the start.
+        folder: of the new run; the start counts once its origin is there.
+        run: folder that the model is from.
+        dense: test accuracy of that run.
+        asked: what the start depends on.
+        small: the compressed model, on the CPU.
         names: of its compressed weights.
-        at: what it was compressed by.
         recipe: for training on.
         data: to calibrate and test on.
         device: of all that is computed.
-        seed: of a new head and of the calibration.
-        new_head: whether to put a fresh last layer of the right size there.
     """
-    if new_head:
-        names = [name for name in names if name not in _replace_head_(small, data, seed)]
+    if asked.new_head:
+        fresh = _replace_head_(small, len(data.classes), asked.seed)
+        names = [name for name in names if name not in fresh]
     small = place(small, device)
-    before = after = None
-    if not new_head:
-        before = after = accuracy_on_test(small, recipe, data, device=device)
-    if at != DENSE:
-        _tune_(small, recipe, data, device=device, seed=seed)
-        if not new_head:
-            after = accuracy_on_test(small, recipe, data, device=device)
+    require_fit(small, recipe, data, device=device)
+
+    def accuracy() -> float | None:
+        return None if asked.new_head else accuracy_on_test(small, recipe, data, device=device)
+
+    before = after = accuracy()
+    if asked.at != DENSE:
+        tune_(small, recipe, data, device=device, seed=asked.seed)
+        after = accuracy()
     weights = dict(small.named_parameters())
-    return small, Beginning(
+    origin = Origin(
+        **asdict(asked),
+        run=str(run),
+        dense=dense,
         compressed=tuple(names),
-        held=at != DENSE,
         sparsity=sparsity({name: weights[name] for name in names}),
         model_sparsity=sparsity(weights),
         before=before,
         after=after,
     )
+    save_model(small, folder / START)
+    write_atomically(folder / ORIGIN, json_text.dump(origin))
+    return origin
 
 
-def zeros_of(model: nn.Module, beginning: Beginning) -> dict[str, torch.Tensor] | None:
-    """Returns the masks that a model starts with; None where none are held."""
+def load_start(folder: Path, recipe: Recipe, *, classes: int, origin: Origin) -> Start:
+    """Returns the start that `write_start` wrote, on the CPU, with the masks to hold.
+
+    Training starts from the file, so that an interrupted one continues from the same weights
+    wherever these were computed.
+    """
+    model = build_initial_model(recipe, classes=classes, seed=0, pretrained=False)
+    load_model_(model, folder / START)
+    if not origin.held:
+        return Start(model)
     weights = dict(model.named_parameters())
-    if not beginning.held:
-        return None
-    return masks_of({name: weights[name] for name in beginning.compressed})
+    return Start(model, masks_of({name: weights[name] for name in origin.compressed}))
 
 
-def _replace_head_(model: nn.Module, data: DataSet | PictureSet, seed: int) -> set[str]:
+def _replace_head_(model: nn.Module, classes: int, seed: int) -> set[str]:
     """Puts a head of the seed on a model that is on the CPU; returns what belongs to it."""
     earlier = dict(model.named_parameters())
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        replace_head_(model, len(data.classes))
+    with global_seed(seed):
+        replace_head_(model, classes)
     return {name for name, value in model.named_parameters() if value is not earlier.get(name)}
-
-
-def _tune_(
-    model: nn.Module,
-    recipe: Recipe,
-    data: DataSet | PictureSet,
-    *,
-    device: torch.device,
-    seed: int,
-) -> None:
-    batches = calibration_batches(
-        data.train,
-        recipe.compress.calibration_samples,
-        recipe.train.batch_size,
-        augment=recipe.data.augment,
-        mean=data.mean,
-        std=data.std,
-        device=device,
-        seed=mixed(seed, 0),  # as one-shot compression has it, so that the numbers agree
-        image_size=recipe.data.image_size,
-    )
-    with autocast(device, recipe.train.precision):
-        tune_batchnorm_(model, batches)

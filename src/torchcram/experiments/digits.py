@@ -49,30 +49,38 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    """Loads the digits: about 80 % to train on, the rest to test, every class alike in both.
+    """Loads the digits, normalised, as `split_digits` divides them."""
+    train, labels, test, test_labels = split_digits()
+    train, test = (pixels.div(16).float().unsqueeze(1) for pixels in (train, test))
+    mean, std = train.mean(), train.std()
+    return Digits(
+        train_images=(train - mean) / std,
+        train_labels=labels,
+        test_images=(test - mean) / std,
+        test_labels=test_labels,
+        background=float(-mean / std),
+    )
 
-    Nothing is downloaded: the images are part of scikit-learn.
+
+def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns images of (n, 8, 8) with values from 0 to 16, and labels, to train and to test on.
+
+    About 80 % are to train on, every class alike in both. Nothing is downloaded: the images are
+    part of scikit-learn.
     """
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
     found = datasets.load_digits()
-    pixels, test_pixels, labels, test_labels = train_test_split(
-        found.images / 16,  # 0 to 16 before
+    train, test, labels, test_labels = train_test_split(
+        found.images,
         found.target,
         test_size=TEST_FRACTION,
         stratify=found.target,
         random_state=SPLIT_SEED,
     )
-    train, test = (torch.tensor(p, dtype=torch.float32).unsqueeze(1) for p in (pixels, test_pixels))
-    mean, std = train.mean(), train.std()
-    return Digits(
-        train_images=(train - mean) / std,
-        train_labels=torch.tensor(labels),
-        test_images=(test - mean) / std,
-        test_labels=torch.tensor(test_labels),
-        background=float(-mean / std),
-    )
+    parts = (train, labels, test, test_labels)
+    return tuple(map(torch.tensor, parts))  # type: ignore[return-value]
 
 
 def shifted(images: Tensor, background: float, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test accuracy."""
+"""Test accuracy, and the batch-norm tuning before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.build import build_batches
+from torchcram import tune_batchnorm_
+from torchcram.experiments.build import build_batches, image_shape
+from torchcram.experiments.data import calibration_batches
+from torchcram.experiments.data.seeds import mixed
 from torchcram.experiments.step import autocast
 
 if TYPE_CHECKING:
@@ -56,9 +59,56 @@ def evaluate(
     return int(right) / total
 
 
+@torch.no_grad()
+def require_fit(
+    model: nn.Module, recipe: Recipe, data: DataSet | PictureSet, *, device: torch.device
+) -> None:
+    """Raises ValueError if `model`, on `device`, cannot take the images; leaves it in eval mode."""
+    shape = image_shape(recipe, data)
+    try:
+        model.eval()(torch.zeros(1, *shape, device=device))
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"model {recipe.model.name!r} does not take the images of {data.name!r}, "
+            f"{'x'.join(map(str, shape))}: {error}"
+        ) from error
+
+
 def accuracy_on_test(
     model: nn.Module, recipe: Recipe, data: DataSet | PictureSet, *, device: torch.device
 ) -> float:
     """Returns the accuracy of `model` on the test images, in the precision of the recipe."""
     batches = build_batches(recipe, data, train=False, device=device, seed=0)
     return evaluate(model, batches.epoch(0), device, precision=recipe.train.precision)
+
+
+def tune_(
+    model: nn.Module,
+    recipe: Recipe,
+    data: DataSet | PictureSet,
+    *,
+    device: torch.device,
+    seed: int,
+    trial: int = 0,
+) -> None:
+    """Estimates the batch-norm statistics of `model` anew, on training images.
+
+    Args:
+        model: on `device`.
+        recipe: says on how many images, and how they are augmented.
+        data: that they are from.
+        device: of all that is computed.
+        seed: of the choice.
+        trial: another one makes another choice.
+    """
+    batches = calibration_batches(
+        data,
+        recipe.compress.calibration_samples,
+        recipe.train.batch_size,
+        augment=recipe.data.augment,
+        device=device,
+        seed=mixed(seed, trial),
+        image_size=recipe.data.image_size,
+    )
+    with autocast(device, recipe.train.precision):
+        tune_batchnorm_(model, batches)

@@ -10,7 +10,7 @@ import torch
 
 from torchcram import CrAM
 from torchcram.experiments.data import ResidentBatches
-from torchcram.experiments.step import Batches, EagerStep, Step, train_on
+from torchcram.experiments.step import Batches, EagerStep, Step
 from torchcram.optim.graphs import GraphedStep
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def make_step(
     return EagerStep(model, optimizer, batches, config, device)
 
 
-class GraphStep:
+class GraphStep(EagerStep):
     """Takes steps that run on the GPU as a whole: batch, augmentation, all passes and the update.
 
     Args:
@@ -69,21 +69,18 @@ class GraphStep:
         *,
         compiled: bool = False,
     ) -> None:
-        model.train()
-        # what is compiled shares its parameters and buffers with the model
-        self._model = torch.compile(model, dynamic=False) if compiled else model
-        self._optimizer = optimizer
-        self._batches = batches
-        self._config = config
-        self._device = device
+        super().__init__(model.train(), optimizer, batches, config, device)
+        if compiled:
+            # what is compiled shares its parameters and buffers with the model
+            self._model = torch.compile(model, dynamic=False)
+        self._resident = batches
         self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the next batch
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # at w, at w~; how many
         with _tuned_convolutions():
             self._take = GraphedStep(model, optimizer, self._step)
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""
-        self._batches.start_epoch(epoch)
+        self._resident.start_epoch(epoch)
         self._number.zero_()
         self._sums.zero_()
 
@@ -94,21 +91,11 @@ class GraphStep:
     def losses(self) -> tuple[float, float | None]:
         """Returns the mean losses of the epoch so far."""
         self._take.check()
-        dense, compressed, steps, passes = self._sums.tolist()
-        if not steps:
-            raise ValueError("there are no losses yet: no step was taken in this epoch")
-        return dense / steps, compressed / passes if passes else None
+        return super().losses()
 
     def _step(self) -> None:
-        at_w, at_compressed = train_on(
-            self._batches.batch(self._number), self._model, self._optimizer, config=self._config
-        )
-        self._sums[0] += at_w
-        self._sums[2] += 1
-        if at_compressed is not None:
-            self._sums[1] += at_compressed
-            self._sums[3] += 1
-        self._number.add_(1).remainder_(len(self._batches))
+        self._train_on(self._resident.batch(self._number))
+        self._number.add_(1).remainder_(len(self._resident))
 
 
 @contextmanager

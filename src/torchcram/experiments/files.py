@@ -1,10 +1,11 @@
-"""Files that are never there by half."""
+"""Files that are never there by half, and folders that one process works in at a time."""
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SUFFIX = ".tmp"  # of files that are being written
@@ -15,12 +16,18 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     What was there before stays until the new content is on the disk.
     """
+    with written_aside(path) as aside:
+        aside.write_bytes(content)
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """As `write_atomically`, for a `with` block that writes the file it is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}{SUFFIX}")
     try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
+        yield aside
+        with aside.open("rb+") as file:
             os.fsync(file.fileno())
         aside.replace(path)
     finally:
@@ -28,9 +35,9 @@ def write_atomically(path: Path, content: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what `write_atomically` left in `folder` when its process was killed."""
-    for path in folder.glob(f".*{SUFFIX}"):
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Removes what processes that were killed have left of a file, or of any, in a folder."""
+    for path in folder.glob(f".{'*' if name is None else glob.escape(name)}.[0-9]*{SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
@@ -53,6 +60,24 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"{folder}: another process is working in this folder") from None
         yield
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in such a block; leaves no file behind."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: nobody waits
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a network file system may not know locks of folders
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,12 +14,8 @@ from torchcram.experiments.runlog import EpochRecord
 from torchcram.experiments.schedule import lr_at, set_lr_
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.optim import Optimizer
-
     from torchcram.experiments.data import DataSet, PictureSet
-    from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.run import Run
     from torchcram.experiments.step import MakeStep
 
 Progress = Callable[[float, int, "EpochRecord | None"], None]
@@ -29,37 +25,31 @@ OFTEN = 0.2  # seconds, at least, between two calls within an epoch
 
 
 class Loop:
-    """Runs epochs of a recipe.
+    """Takes the epochs of a run.
 
     Args:
-        recipe: what to do.
-        model: on `device`, with the state to continue from.
-        optimizer: likewise.
+        run: with the state to continue from.
         data: to train and test on.
-        seed: of the batches.
-        device: of all that is computed.
         make_step: how steps are taken.
         progress: told of every epoch, and now and then in between.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
+        run: Run,
         data: DataSet | PictureSet,
-        seed: int,
-        device: torch.device,
         make_step: MakeStep,
         progress: Progress | None,
     ) -> None:
-        self._recipe, self._model, self._optimizer = recipe, model, optimizer
-        self._device = device
-        self._batches = build_batches(recipe, data, train=True, device=device, seed=seed)
-        self._test = build_batches(recipe, data, train=False, device=device, seed=seed)
+        recipe, model, device = run.recipe, run.model, run.device
+        self._recipe, self._model, self._device = recipe, model, device
+        self._optimizer = run.optimizer
+        self._batches, self._test = (
+            build_batches(recipe, data, train=train, device=device, seed=run.info.seed)
+            for train in (True, False)
+        )
         self._images = len(self._batches) * min(recipe.train.batch_size, len(data.train))
-        self._step = make_step(model, optimizer, self._batches, recipe.train, device)
+        self._step = make_step(model, run.optimizer, self._batches, recipe.train, device)
         operators = recipe.cram.operators if recipe.cram is not None else ()
         self._change = MaskChange(trained_weights(recipe, model), operators)
         self._progress = progress or (lambda *_: None)

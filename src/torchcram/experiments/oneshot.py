@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram import compress, compressible_weights, parse_operator, sparsity, tune_batchnorm_
+from torchcram import compress, compressible_weights, parse_operator, sparsity
 from torchcram.experiments.build import build_batches
-from torchcram.experiments.data import DataSet, PictureSet, calibration_batches
-from torchcram.experiments.data.seeds import mixed
-from torchcram.experiments.evaluate import evaluate
-from torchcram.experiments.results import SeedResult, TargetResult
-from torchcram.experiments.run_folder import RunInfo, save_model
-from torchcram.experiments.step import autocast
+from torchcram.experiments.evaluate import evaluate, tune_
+from torchcram.experiments.results import TargetResult, mean, std
+from torchcram.experiments.run_folder import save_model
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from torchcram import Operator
+    from torchcram.experiments.data import DataSet, PictureSet
     from torchcram.experiments.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -67,88 +64,36 @@ def one_shot(
     operators = _read_targets(targets)
     if trials < 1:
         raise ValueError(f"trials={trials!r} is not a positive number")
-    measure = _Measure(model, recipe, data, device=device, seed=seed)
+    names = compressible_weights(model, dense_ends=recipe.compress.dense_ends)
+    test = build_batches(recipe, data, train=False, device=device, seed=seed)
+
+    def accuracy() -> float:
+        return evaluate(small, test.epoch(0), device, precision=recipe.train.precision)
+
     results = []
     for operator in operators:
-        small, result = measure.at(operator, trials)
+        with _warnings_to_log():
+            small = compress(model, operator, weights=names)
+        parameters = dict(small.named_parameters())
+        before, after = accuracy(), []
+        for trial in range(trials):
+            tune_(small, recipe, data, device=device, seed=seed, trial=trial)
+            after.append(accuracy())
+        result = TargetResult(
+            operator=str(operator),
+            sparsity=sparsity({name: parameters[name] for name in names}),
+            model_sparsity=sparsity(parameters),
+            before=before,
+            after=mean(after),
+            after_std=std(after),
+            trials=trials,
+        )
         if save_to is not None:
             save_model(small, save_to / f"{str(operator).replace(':', '-')}.safetensors")
         if progress is not None:
             progress(result)
         results.append(result)
     return results
-
-
-def seed_result(info: RunInfo, targets: Sequence[TargetResult]) -> SeedResult:
-    """Returns a finished training and what its model was compressed to as one result."""
-    if info.finished is None:
-        raise ValueError(f"the training with seed {info.seed} is not finished")
-    return SeedResult(
-        seed=info.seed,
-        dense=info.finished.accuracy,
-        seconds=info.finished.seconds,
-        targets=tuple(targets),
-        machine=info.machine,
-        versions=dict(info.versions),
-    )
-
-
-class _Measure:
-    """Compresses and measures a model at one target after another."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        data: DataSet | PictureSet,
-        *,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self._model, self._recipe, self._data = model, recipe, data
-        self._device, self._seed = device, seed
-        self._names = compressible_weights(model, dense_ends=recipe.compress.dense_ends)
-        self._test = build_batches(recipe, data, train=False, device=device, seed=seed)
-
-    def at(self, operator: Operator, trials: int) -> tuple[nn.Module, TargetResult]:
-        """Returns the compressed model and what it came to."""
-        with _warnings_to_log():
-            small = compress(self._model, operator, weights=self._names)
-        parameters = dict(small.named_parameters())
-        before = self._accuracy(small)
-        after = []
-        for trial in range(trials):
-            self._tune_(small, trial)
-            after.append(self._accuracy(small))
-        return small, TargetResult(
-            operator=str(operator),
-            sparsity=sparsity({name: parameters[name] for name in self._names}),
-            model_sparsity=sparsity(parameters),
-            before=before,
-            after=statistics.fmean(after),
-            after_std=statistics.stdev(after) if trials > 1 else None,
-            trials=trials,
-        )
-
-    def _accuracy(self, model: nn.Module) -> float:
-        precision = self._recipe.train.precision
-        return evaluate(model, self._test.epoch(0), self._device, precision=precision)
-
-    def _tune_(self, model: nn.Module, trial: int) -> None:
-        recipe = self._recipe
-        batches = calibration_batches(
-            self._data.train,
-            recipe.compress.calibration_samples,
-            recipe.train.batch_size,
-            augment=recipe.data.augment,
-            mean=self._data.mean,
-            std=self._data.std,
-            device=self._device,
-            seed=mixed(self._seed, trial),
-            image_size=recipe.data.image_size,
-        )
-        with autocast(self._device, recipe.train.precision):
-            tune_batchnorm_(model, batches)
 
 
 def _read_targets(targets: Sequence[str]) -> list[Operator]:

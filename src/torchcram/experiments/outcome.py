@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.oneshot import one_shot, seed_result
+from torchcram.experiments.differences import explain_differences
+from torchcram.experiments.files import remove_leftovers, taking_turns
+from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.results import (
     Result,
     SeedResult,
@@ -18,6 +18,8 @@ from torchcram.experiments.results import (
     read_result,
     write_result,
 )
+from torchcram.experiments.run_folder import DataInfo
+from torchcram.experiments.structure import plain
 
 if TYPE_CHECKING:
     import torch
@@ -52,18 +54,56 @@ def outcome(
     """
     found = _found(folder / file, trained)
     if found is None:
-        targets = one_shot(
-            trained.model,
-            trained.recipe,
-            data,
-            trained.recipe.compress.to,
-            device=device,
-            seed=trained.info.seed,
-            progress=progress,
-        )
-        found = merge_seed(None, trained.recipe, seed_result(trained.info, targets))
+        found = measure(trained, data, device=device, progress=progress)
         write_result(found, folder / file)
     return found
+
+
+def measure(
+    trained: Trained,
+    data: DataSet | PictureSet,
+    *,
+    device: torch.device,
+    trials: int = 1,
+    save_to: Path | None = None,
+    progress: Callable[[TargetResult], None] | None = None,
+) -> Result:
+    """Returns what the model comes to at the targets of its recipe.
+
+    Args:
+        trained: what to compress.
+        data: that it was trained and tested on.
+        device: of all that is computed.
+        trials: how many calibration sets.
+        save_to: a folder for the compressed models.
+        progress: told of every target that is measured.
+
+    Raises:
+        ValueError: if the model was trained or tested on other data.
+    """
+    info, recipe = trained.info, trained.recipe
+    if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
+        raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")
+    targets = one_shot(
+        trained.model,
+        recipe,
+        data,
+        recipe.compress.to,
+        device=device,
+        seed=info.seed,
+        trials=trials,
+        save_to=save_to,
+        progress=progress,
+    )
+    seed = SeedResult(
+        seed=info.seed,
+        dense=trained.finished.accuracy,
+        seconds=trained.finished.seconds,
+        targets=tuple(targets),
+        machine=info.machine,
+        versions=dict(info.versions),
+    )
+    return merge_seed(None, recipe, seed)
 
 
 def _found(path: Path, trained: Trained) -> Result | None:
@@ -101,9 +141,9 @@ def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
     Raises:
         ValueError: if earlier seeds were trained by another recipe.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
+    with taking_turns(folder):
         result = merge_seed(_earlier(folder, recipe), recipe, seed)
+        remove_leftovers((folder / result.path).parent)
         write_result(result, folder / result.path)
     return folder / result.path
 
@@ -111,19 +151,3 @@ def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
 def _earlier(folder: Path, recipe: Recipe) -> Result | None:
     path = folder / recipe.task / recipe.architecture / f"{recipe.method}.json"
     return read_result(path) if path.exists() else None
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block; leaves no file behind."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: nobody waits
-        yield
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(number)

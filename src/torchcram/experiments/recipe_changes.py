@@ -62,9 +62,7 @@ def finetune_recipe(
         schedule=replace(recipe.schedule, warmup_epochs=0),
         cram=None,
     )
-    if overrides:
-        shorter = with_overrides(shorter, overrides)
-    return with_epochs(shorter, epochs)
+    return with_epochs(with_overrides(shorter, overrides), epochs)
 
 
 def transfer_recipe(
@@ -91,9 +89,7 @@ def transfer_recipe(
         title=f"{recipe.title} at {at}, transferred",
         model=replace(recipe.model, pretrained=False),
     )
-    if overrides:
-        moved = with_overrides(moved, overrides)
-    return with_epochs(moved, epochs)
+    return with_epochs(with_overrides(moved, overrides), epochs)
 
 
 def read_at(at: str) -> str:

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from torchcram import Operator, parse_operator
+from torchcram.experiments.data.augment import AUGMENTS, STREAMED
 from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
 from torchcram.experiments.structure import BadValue, require, require_one_of
 from torchcram.operators.parse import SYNTAX
 from torchcram.optim.rules import RULES
 
-AUGMENTS = ("none", "shift", "crop-flip", "resized-crop-flip")
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "constant")
@@ -38,7 +38,7 @@ class DataConfig:
         require_one_of("augment", self.augment, AUGMENTS)
         size = self.image_size
         require(size is None or size >= 1, "image_size", size, "at least 1, or null")
-        sized = size is not None or self.augment != "resized-crop-flip"
+        sized = size is not None or self.augment != STREAMED
         require(sized, "image_size", size, f"a size, as augment is {self.augment!r}")
 
 

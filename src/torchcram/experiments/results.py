@@ -1,34 +1,118 @@
-"""Result files: one JSON file per recipe with one entry per seed, and what they come to."""
+"""Result files: one JSON file per recipe with one entry per seed."""
 
 from __future__ import annotations
 
-import json
+import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchcram.experiments import json_text
+from torchcram.experiments.differences import differences
 from torchcram.experiments.files import write_atomically
-from torchcram.experiments.result_data import Result, SeedResult, TargetResult
-from torchcram.experiments.result_json import result_from_json
+from torchcram.experiments.structure import require
 
 if TYPE_CHECKING:
     from torchcram.experiments.recipe import Recipe
 
-__all__ = [
-    "Result",
-    "SeedResult",
-    "TargetResult",
-    "differences",
-    "flat",
-    "mean",
-    "merge_seed",
-    "read_result",
-    "read_results",
-    "std",
-    "write_result",
-]
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # becomes part of a path
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """A trained model compressed in one shot.
+
+    Attributes:
+        operator: what it was compressed by, as text.
+        sparsity: the fraction of zeros in its compressible weights.
+        model_sparsity: the same among all its parameters.
+        before: its test accuracy, from 0 to 1, with the batch-norm statistics of training.
+        after: the same with statistics estimated anew, the mean over the calibration sets.
+        after_std: its standard deviation over them, where there are several.
+        trials: how many calibration sets.
+    """
+
+    operator: str
+    sparsity: float
+    model_sparsity: float
+    before: float
+    after: float
+    after_std: float | None = None
+    trials: int = 1
+
+    def __post_init__(self) -> None:
+        require(bool(self.operator.strip()), "operator", self.operator, "an operator as text")
+        for key in ("sparsity", "model_sparsity", "before", "after"):
+            _require_fraction(key, getattr(self, key))
+        if self.after_std is not None:
+            _require_fraction("after_std", self.after_std)
+        require(self.trials >= 1, "trials", self.trials, "at least 1")
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """One training, and all that its model was compressed to.
+
+    Attributes:
+        seed: of the training.
+        dense: the test accuracy of the model as trained, from 0 to 1.
+        seconds: that the training took.
+        targets: no operator twice.
+        machine: where it ran.
+        versions: of the packages, by name.
+    """
+
+    seed: int
+    dense: float
+    seconds: float
+    targets: tuple[TargetResult, ...]
+    machine: str
+    versions: dict[str, str]
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, "seed", self.seed, "at least 0")
+        _require_fraction("dense", self.dense)
+        require(0 <= self.seconds <= 1e9, "seconds", self.seconds, "from 0 to 1e9")
+        operators = [target.operator for target in self.targets]
+        require(len(set(operators)) == len(operators), "targets", operators, "every operator once")
+
+
+@dataclass(frozen=True)
+class Result:
+    """All trainings of one recipe.
+
+    Attributes:
+        task: first part of the name of the recipe.
+        model: second part.
+        method: third part.
+        title: the method as tables call it.
+        data: exact name of the data set.
+        recipe: as plain data.
+        seeds: at least one, in the order of their seeds, none twice.
+    """
+
+    task: str
+    model: str
+    method: str
+    title: str
+    data: str
+    recipe: dict[str, Any]
+    seeds: tuple[SeedResult, ...]
+
+    def __post_init__(self) -> None:
+        for key in ("task", "model", "method"):
+            name = getattr(self, key)
+            require(_NAME.fullmatch(name) is not None, key, name, "letters, digits and ._-")
+        require(bool(self.seeds), "seeds", self.seeds, "at least one")
+        seeds = [one.seed for one in self.seeds]
+        require(seeds == sorted(set(seeds)), "seeds", seeds, "every seed once, in order")
+
+    @property
+    def path(self) -> Path:
+        """Where the file belongs, below the folder of results."""
+        return Path(self.task) / self.model / f"{self.method}.json"
 
 
 def read_result(path: str | Path) -> Result:
@@ -38,7 +122,7 @@ def read_result(path: str | Path) -> Result:
         ValueError: naming the file, the key, what was given and what is allowed.
         OSError: if there is no such file.
     """
-    return result_from_json(Path(path).read_bytes(), str(path))
+    return json_text.parse(Result, Path(path).read_bytes(), str(path))
 
 
 def read_results(folder: str | Path) -> list[Result]:
@@ -58,8 +142,7 @@ def read_results(folder: str | Path) -> list[Result]:
 
 def write_result(result: Result, path: str | Path) -> None:
     """Writes a result file; whenever this stops, the old or the new one is there as a whole."""
-    text = json.dumps(asdict(result), indent=2, allow_nan=False, ensure_ascii=False)
-    write_atomically(Path(path), f"{text}\n".encode())
+    write_atomically(Path(path), json_text.dump(result))
 
 
 def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Result:
@@ -73,7 +156,7 @@ def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Resul
     Raises:
         ValueError: naming the keys in which the recipe differs from that of the earlier seeds.
     """
-    plain = json.loads(json.dumps(recipe.to_dict(), allow_nan=False))
+    plain = recipe.to_dict()
     keys = [] if result is None else differences(result.recipe, plain)
     if keys and keys != ["title"]:
         raise ValueError(
@@ -93,19 +176,6 @@ def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Resul
     )
 
 
-def flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested keys as dotted names: {"cram": {"rho": 0.1}} as {"cram.rho": 0.1}."""
-    return dict(_flat(recipe, ""))
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the dotted names of the keys that are not the same in two recipes."""
-    first, second = flat(one), flat(other)
-    missing = object()
-    keys = dict.fromkeys([*first, *second])
-    return [key for key in keys if first.get(key, missing) != second.get(key, missing)]
-
-
 def mean(values: Sequence[float]) -> float:
     """Returns the mean of at least one value."""
     return statistics.fmean(values)
@@ -116,9 +186,5 @@ def std(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _flat(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield above + key, value
+def _require_fraction(key: str, given: float) -> None:
+    require(0 <= given <= 1, key, given, "from 0 to 1")

@@ -12,7 +12,12 @@ import torch
 
 from torchcram import hold_masks
 from torchcram.experiments.build import build_initial_model, build_optimizer, place
-from torchcram.experiments.checkpoint import load_latest, save_checkpoint
+from torchcram.experiments.checkpoint import (
+    load_latest,
+    load_state_,
+    save_checkpoint,
+    state_of,
+)
 from torchcram.experiments.run_folder import (
     CHECKPOINTS,
     MODEL,
@@ -24,7 +29,6 @@ from torchcram.experiments.run_folder import (
     write_info,
 )
 from torchcram.experiments.runlog import RunLog
-from torchcram.experiments.state import load_state_, state_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -86,7 +90,7 @@ class Run:
         else:
             pretrained = recipe.model.pretrained and latest is None
             model = build_initial_model(
-                recipe, classes=len(info.classes), seed=info.seed, pretrained=pretrained
+                recipe, classes=len(info.data.classes), seed=info.seed, pretrained=pretrained
             )
         model = place(model, device)
         run = cls(

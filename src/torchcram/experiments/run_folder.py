@@ -10,24 +10,24 @@ model.safetensors   the trained, dense model
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcram.experiments import yaml_text
+from torchcram.experiments import json_text, yaml_text
+from torchcram.experiments.differences import explain_differences
 from torchcram.experiments.files import remove_leftovers, write_atomically
-from torchcram.experiments.identity import explain_differences
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.runlog import LOG, TENSORBOARD
-from torchcram.experiments.structure import build
+from torchcram.experiments.runlog import LOG
+from torchcram.experiments.structure import plain
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from torchcram.experiments.data import DataSet, PictureSet
 
 RECIPE, RUN, CHECKPOINTS, MODEL = "recipe.yaml", "run.json", "checkpoints", "model.safetensors"
 
@@ -41,30 +41,49 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class DataInfo:
+    """What tells the data of a run from others.
+
+    Attributes:
+        name: of the data set.
+        train_images: how many.
+        test_images: how many.
+        classes: their names.
+        mean: of the training images, per channel.
+    """
+
+    name: str
+    train_images: int
+    test_images: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: DataSet | PictureSet) -> DataInfo:
+        """Describes a data set."""
+        mean = tuple(round(value, 6) for value in data.mean)  # machines differ in the last digits
+        return cls(data.name, len(data.train), len(data.test), data.classes, mean)
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """What a run is, beside its recipe.
 
     Attributes:
         seed: of the initial weights, the batches and the draws.
-        data: name of the data set.
-        train_images: how many.
-        test_images: how many.
-        classes: their names.
+        data: that it trains and tests on.
         start: digest of the weights and masks it started from, where they were given.
         machine: it runs on.
-        finished: None until it is.
         versions: of the packages, by name.
+        finished: None until it is.
     """
 
     seed: int
-    data: str
-    train_images: int
-    test_images: int
-    classes: tuple[str, ...]
+    data: DataInfo
     start: str | None
     machine: str
+    versions: dict[str, str]
     finished: Finished | None = None
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 def identity(recipe: Recipe, info: RunInfo) -> dict[str, Any]:
@@ -73,17 +92,8 @@ def identity(recipe: Recipe, info: RunInfo) -> dict[str, Any]:
     The title and the targets of the compression after training do not count.
     """
     said = recipe.to_dict()
-    return {
-        "recipe": {key: said[key] for key in said if key not in ("title", "compress")},
-        "seed": info.seed,
-        "data": {
-            "name": info.data,
-            "train_images": info.train_images,
-            "test_images": info.test_images,
-            "classes": list(info.classes),
-        },
-        "start": info.start,
-    }
+    del said["title"], said["compress"]
+    return {"recipe": said, "seed": info.seed, "data": plain(info.data), "start": info.start}
 
 
 def open_run(folder: Path, recipe: Recipe, info: RunInfo) -> RunInfo:
@@ -93,14 +103,19 @@ def open_run(folder: Path, recipe: Recipe, info: RunInfo) -> RunInfo:
         `info`, or what the folder says of the same run.
 
     Raises:
-        ValueError: if it is the folder of another run, naming in what they differ, or of something
-            else; it stays as it is then.
+        ValueError: if it is the folder of another run that has done an epoch, naming in what they
+            differ, or of something else; it stays as it is then.
     """
     found = None
     if (folder / RUN).exists():
         earlier, found = read_run(folder)
         if different := explain_differences(identity(earlier, found), identity(recipe, info)):
-            raise ValueError(f"{folder} holds another run: {'; '.join(different)}")
+            if (folder / CHECKPOINTS).exists() or (folder / MODEL).exists():
+                said = "; ".join(different)
+                raise ValueError(
+                    f"{folder} holds another run: {said}; give this one another folder (--out)"
+                )
+            found = None  # it did not get anywhere
     else:
         for name in (LOG, CHECKPOINTS, MODEL):
             if (folder / name).exists():
@@ -113,15 +128,6 @@ def open_run(folder: Path, recipe: Recipe, info: RunInfo) -> RunInfo:
     return found or info
 
 
-def clear_run(folder: Path) -> None:
-    """Removes the files of a run, so that it begins anew; anything else stays."""
-    for name in (RUN, RECIPE, LOG, MODEL):  # without the first it is no run any more
-        (folder / name).unlink(missing_ok=True)
-    for name in (CHECKPOINTS, TENSORBOARD):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
-
-
 def read_run(folder: Path) -> tuple[Recipe, RunInfo]:
     """Returns what a run folder is of.
 
@@ -131,24 +137,14 @@ def read_run(folder: Path) -> tuple[Recipe, RunInfo]:
     for name in (RUN, RECIPE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is no folder of a run: there is no {name}")
-    return load_recipe(folder / RECIPE), _read_info(folder / RUN)
-
-
-def _read_info(path: Path) -> RunInfo:
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    versions = found.pop("versions", None) if isinstance(found, dict) else None
-    info = build(RunInfo, found, str(path))
-    if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
-        raise ValueError(f"{path}: versions is {versions!r}; allowed: texts by name of the package")
-    return replace(info, versions=versions)
+    return load_recipe(folder / RECIPE), json_text.parse(
+        RunInfo, (folder / RUN).read_bytes(), str(folder / RUN)
+    )
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
     """Writes `run.json`."""
-    write_atomically(folder / RUN, (json.dumps(asdict(info), indent=2) + "\n").encode())
+    write_atomically(folder / RUN, json_text.dump(info))
 
 
 def save_model(model: nn.Module, path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchcram.experiments import json_text
 from torchcram.experiments.files import write_atomically
 
 if TYPE_CHECKING:
@@ -57,15 +57,15 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / LOG
         kept = [record for record in read_log(folder) if record.epoch < first]
-        text = "".join(_line(record) for record in kept)
-        if not path.exists() or path.read_bytes() != text.encode():
-            write_atomically(path, text.encode())
-        self._file = path.open("a", encoding="utf-8")
+        content = b"".join(json_text.dump(record, indent=None) for record in kept)
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+        self._file = path.open("ab")
         self._board = _tensorboard(folder / TENSORBOARD, first)
 
     def write(self, record: EpochRecord) -> None:
         """Appends a record; it survives the process from here on."""
-        self._file.write(_line(record))
+        self._file.write(json_text.dump(record, indent=None))
         self._file.flush()
         if self._board is None:
             return
@@ -111,19 +111,11 @@ def read_log(folder: Path) -> list[EpochRecord]:
     return records
 
 
-def _line(record: EpochRecord) -> str:
-    return json.dumps(asdict(record), allow_nan=False) + "\n"
-
-
 def _record(line: bytes) -> EpochRecord | None:
     try:
-        found = json.loads(line) if line.endswith(b"\n") else None
+        return json_text.parse(EpochRecord, line, LOG) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    names = {field.name for field in fields(EpochRecord)}
-    if not isinstance(found, dict) or found.keys() != names or type(found["epoch"]) is not int:
-        return None
-    return EpochRecord(**found)
 
 
 def _tensorboard(folder: Path, first: int) -> SummaryWriter | None:
@@ -133,7 +125,7 @@ def _tensorboard(folder: Path, first: int) -> SummaryWriter | None:
         _warn_no_tensorboard()
         return None
     # TensorBoard shows nothing of what earlier files of the folder say of these epochs
-    return SummaryWriter(str(folder), purge_step=first if first > 1 else None)
+    return SummaryWriter(str(folder), purge_step=first)
 
 
 @functools.cache

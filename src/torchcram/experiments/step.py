@@ -67,41 +67,36 @@ class EagerStep:
         config: TrainConfig,
         device: torch.device,
     ) -> None:
-        self._model = model
+        self._model: Callable[[Tensor], Tensor] = model
         self._optimizer = optimizer
         self._batches = batches
         self._config = config
-        self._device = device
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, at w and w~
-        self._steps = [0, 0]  # how many of each
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # at w, at w~; how many
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""
         self._coming = iter(self._batches.epoch(epoch))
         self._sums.zero_()
-        self._steps = [0, 0]
 
     def run(self) -> None:
         """Takes a step on the next batch."""
-        at_w, at_compressed = train_on(
-            next(self._coming), self._model, self._optimizer, config=self._config
-        )
-        self._add(0, at_w)
-        if at_compressed is not None:
-            self._add(1, at_compressed)
+        self._train_on(next(self._coming))
 
     def losses(self) -> tuple[float, float | None]:
         """Returns the mean losses of the epoch so far."""
-        dense, compressed = self._sums.tolist()
-        steps, passes = self._steps
+        dense, compressed, steps, passes = self._sums.tolist()
         if not steps:
             raise ValueError("there are no losses yet: no step was taken in this epoch")
         return dense / steps, compressed / passes if passes else None
 
-    def _add(self, which: int, loss: Tensor) -> None:
-        self._sums[which] += loss
-        self._steps[which] += 1
+    def _train_on(self, batch: tuple[Tensor, Tensor]) -> None:
+        at_w, at_compressed = train_on(batch, self._model, self._optimizer, config=self._config)
+        self._sums[0] += at_w
+        self._sums[2] += 1
+        if at_compressed is not None:
+            self._sums[1] += at_compressed
+            self._sums[3] += 1
 
 
 def train_on(

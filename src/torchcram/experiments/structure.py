@@ -1,6 +1,7 @@
 """Plain data, as YAML and JSON give it, to frozen dataclasses and back; strictly.
 
-Fields are str, int, float, bool, another dataclass, `X | None` or `tuple[X, ...]`.
+Fields are str, int, float, bool, Any, another dataclass, `X | None`, `tuple[X, ...]` or
+`dict[str, X]`.
 """
 
 from __future__ import annotations
@@ -119,6 +120,10 @@ def _value(kind: Any, given: object, key: str) -> object:  # noqa: ANN401
         require(isinstance(given, (list, tuple)), key, given, _described(kind))
         items = enumerate(cast("list[object]", given))
         return tuple(_value(inner[0], item, f"{key}[{place}]") for place, item in items)
+    if get_origin(kind) is dict:
+        require(isinstance(given, Mapping), key, given, _described(kind))
+        pairs = cast("Mapping[object, object]", given).items()
+        return {_value(str, name, key): _value(inner[1], v, f"{key}.{name}") for name, v in pairs}
     accepts, allowed = _SCALARS[kind]
     require(accepts(given), key, given, allowed)
     return float(cast(float, given)) if kind is float else given
@@ -132,6 +137,8 @@ def _described(kind: Any) -> str:  # noqa: ANN401
         return f"{_described(_without_none(get_args(kind)))}, or null"
     if get_origin(kind) is tuple:
         return f"a list, of which each is {_described(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return f"a section, of which each is {_described(get_args(kind)[1])}"
     return _SCALARS[kind][1]
 
 
@@ -162,4 +169,5 @@ _SCALARS: dict[Any, tuple[Callable[[object], bool], str]] = {
     int: (_is_integer, "an integer"),
     float: (_is_number, "a finite number"),
     str: (lambda given: isinstance(given, str), "a text"),
+    Any: (lambda _: True, "anything"),
 }

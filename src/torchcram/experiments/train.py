@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram.experiments.build import build_initial_model, place
+from torchcram.experiments.checkpoint import own_randomness
+from torchcram.experiments.evaluate import require_fit
 from torchcram.experiments.files import locked
 from torchcram.experiments.loop import Loop, Progress
 from torchcram.experiments.run import Run, Start
 from torchcram.experiments.run_folder import (
     MODEL,
+    DataInfo,
     Finished,
     RunInfo,
-    clear_run,
     load_model_,
     open_run,
     read_run,
 )
-from torchcram.experiments.state import own_randomness
 from torchcram.experiments.step import EagerStep, MakeStep
 from torchcram.experiments.versions import machine_name, versions
 
@@ -54,7 +55,6 @@ def train(
     eval_interval: int = 1,
     checkpoint_interval: int = 1,
     make_step: MakeStep = EagerStep,
-    resume: bool = True,
     progress: Progress | None = None,
 ) -> Trained:
     """Trains a model, or continues where an earlier call on the same folder stopped.
@@ -73,11 +73,11 @@ def train(
         eval_interval: test accuracy is measured after every so many epochs, and after the last.
         checkpoint_interval: a checkpoint is written after every so many, and after the last.
         make_step: how steps are taken.
-        resume: False removes what the folder holds of a run, and begins anew.
         progress: told of every epoch, and now and then in between.
 
     Raises:
-        ValueError: if the folder is of another run, naming in what they differ.
+        ValueError: if the folder is of another run, naming in what they differ, or if the model
+            does not take such images.
         FloatingPointError: if the loss is not finite.
     """
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
@@ -85,31 +85,18 @@ def train(
             raise ValueError(f"{name}_interval={every!r} is not a positive number")
     asked = RunInfo(
         seed=seed,
-        data=data.name,
-        train_images=len(data.train),
-        test_images=len(data.test),
-        classes=data.classes,
+        data=DataInfo.of(data),
         start=None if start is None else start.digest,
         machine=machine_name(device),
         versions=versions(),
     )
     with locked(folder), own_randomness(device, seed):
-        if not resume:
-            clear_run(folder)
         info = open_run(folder, recipe, asked)
         if info.finished is None or not (folder / MODEL).exists():
             run = Run.resume(recipe, folder, info, start=start, device=device)
+            require_fit(run.model, recipe, data, device=device)
             with run.held_masks(start):
-                loop = Loop(
-                    recipe,
-                    run.model,
-                    run.optimizer,
-                    data=data,
-                    seed=seed,
-                    device=device,
-                    make_step=make_step,
-                    progress=progress,
-                )
+                loop = Loop(run, data, make_step, progress)
                 run.finish(loop, eval_interval, checkpoint_interval)
     return load_trained(folder, device)
 
@@ -123,6 +110,6 @@ def load_trained(folder: Path, device: torch.device) -> Trained:
     recipe, info = read_run(folder)
     if info.finished is None or not (folder / MODEL).exists():
         raise ValueError(f"{folder}: the training is not finished; train again to continue it")
-    model = build_initial_model(recipe, classes=len(info.classes), seed=0, pretrained=False)
+    model = build_initial_model(recipe, classes=len(info.data.classes), seed=0, pretrained=False)
     load_model_(model, folder / MODEL)
     return Trained(recipe, info, info.finished, place(model, device).eval())

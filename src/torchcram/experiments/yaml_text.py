@@ -63,7 +63,7 @@ def parse(text: str, where: str) -> Any:  # noqa: ANN401
 
 def dump(data: object) -> str:
     """Writes plain data as YAML, which `parse` reads back."""
-    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
     return text
 
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchcram.experiments.results import Result, flat
+from torchcram.experiments.differences import flat
+from torchcram.experiments.results import Result
 from torchcram.report import summary
 from torchcram.report.summary import Spread, TargetSummary
 
@@ -45,9 +46,10 @@ class Run:
     def made(self) -> str:
         """Seeds, epochs and minutes in words."""
         count, epochs = len(self.result.seeds), summary.epochs(self.result)
-        parts = [f"{count} seed{'s' * (count > 1)}"]
+        took = summary.duration(60 * summary.minutes(self.result))
+        parts = [summary.counted(count, "seed")]
         parts += [f"{epochs} epochs"] if epochs else []
-        parts += [f"{summary.minutes(self.result):.1f} min" + " each" * (count > 1)]
+        parts += [took + " each" * (count > 1)]
         return ", ".join(parts)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,15 @@ class _Metric:
     axis: str
     factor: float = 1
     written: str = "{:.4f}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The log of a run, and the name and the number of the style that it is shown by."""
+
+    name: str
+    style: int
+    records: Sequence[Mapping[str, Any]]
 
 
 METRICS = {
@@ -47,20 +55,13 @@ def accuracy_chart(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def training_chart(
-    logs: Mapping[str, Sequence[Mapping[str, Any]]], styles: Mapping[str, int]
-) -> dict[str, Any]:
-    """Returns what was logged, by epoch.
-
-    Args:
-        logs: records by the title of the run.
-        styles: of titles that stand elsewhere on the page; the others get further ones.
-    """
+def training_chart(curves: Sequence[Curve]) -> dict[str, Any]:
+    """Returns what was logged, by epoch."""
     # a run that was killed and went on may have logged an epoch twice: the later counts
-    by_epoch = {title: _by_epoch(title, records) for title, records in logs.items()}
-    shown = [key for key in METRICS if any(_number(r, key) is not None for r in _all(by_epoch))]
-    last = max((epoch for records in by_epoch.values() for epoch in records), default=1)
-    free = itertools.count(max(styles.values(), default=-1) + 1)
+    by_epoch = [_by_epoch(curve) for curve in curves]
+    records = [record for found in by_epoch for record in found.values()]
+    shown = [key for key in METRICS if any(_number(r, key) is not None for r in records)]
+    last = max((epoch for found in by_epoch for epoch in found), default=1)
     return {
         "x": {"label": "epoch", "min": 0, "max": max(last, 1), "least": 1},
         "views": [
@@ -68,11 +69,11 @@ def training_chart(
         ],
         "series": [
             {
-                "name": title,
-                "style": styles[title] if title in styles else next(free),
-                "points": [_logged(epoch, records[epoch], shown) for epoch in sorted(records)],
+                "name": curve.name,
+                "style": curve.style,
+                "points": [_logged(epoch, found[epoch], shown) for epoch in sorted(found)],
             }
-            for title, records in by_epoch.items()
+            for curve, found in zip(curves, by_epoch, strict=True)
         ],
     }
 
@@ -110,18 +111,14 @@ def _percent(value: Spread) -> str:
     return f"{value} %"
 
 
-def _by_epoch(title: str, records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+def _by_epoch(curve: Curve) -> dict[int, Mapping[str, Any]]:
     found = {}
-    for place, record in enumerate(records):
+    for place, record in enumerate(curve.records):
         epoch = record.get("epoch")
         if not isinstance(epoch, int):
-            raise ValueError(f"{title}: record {place} of the log has epoch={epoch!r}")
+            raise ValueError(f"{curve.name}: record {place} of the log has epoch={epoch!r}")
         found[epoch] = record
     return found
-
-
-def _all(by_epoch: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    return [record for records in by_epoch.values() for record in records.values()]
 
 
 def _logged(epoch: int, record: Mapping[str, Any], shown: Sequence[str]) -> dict[str, Any]:

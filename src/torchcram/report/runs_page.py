@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torchcram.experiments.results import Result
-from torchcram.report.runs import group_runs
-from torchcram.report.runs_charts import accuracy_chart, training_chart
-from torchcram.report.summary import percent, points, repeated
+from torchcram.report.runs import Group, group_runs
+from torchcram.report.runs_charts import Curve, accuracy_chart, training_chart
+from torchcram.report.sources import Log
+from torchcram.report.summary import duration, percent, points, repeated
 from torchcram.report.table import NOTICEABLE
 
 
@@ -16,15 +16,14 @@ def runs_page(
     results: Sequence[Result],
     *,
     title: str = "One training, every size",
-    logs: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    logs: Sequence[Log] = (),
 ) -> str:
     """Renders the page.
 
     Args:
         results: at least one; those of the same task and model share a chart and a table.
         title: heads the page.
-        logs: records of `log.jsonl` by the title of the run, with epoch and any of loss,
-            compressed_loss, accuracy, lr. A title that is that of a result takes its colour.
+        logs: of runs whose results these are; their curves have the same names and looks.
 
     Raises:
         ValueError: if there are no results, or a record has no epoch.
@@ -36,9 +35,7 @@ def runs_page(
     groups = group_runs(results)
     charts = [accuracy_chart(group.runs) for group in groups]
     if logs:
-        runs = [run for group in groups for run in group.runs]
-        styles = {name: run.style for run in runs for name in (run.result.title, run.label)}
-        charts.append(training_chart(logs, styles))
+        charts.append(training_chart([_curve(log, results, groups, logs) for log in logs]))
     environment = Environment(
         loader=PackageLoader("torchcram.report", "."),
         autoescape=True,
@@ -47,7 +44,7 @@ def runs_page(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(percent=percent, points=points)
+    environment.filters.update(percent=percent, points=points, duration=duration)
     return environment.get_template("runs.html.j2").render(
         title=title,
         groups=groups,
@@ -56,3 +53,15 @@ def runs_page(
         noticeable=NOTICEABLE,
         repeated=[over for over in dict.fromkeys(map(repeated, results)) if over],
     )
+
+
+def _curve(
+    log: Log, results: Sequence[Result], groups: Sequence[Group], logs: Sequence[Log]
+) -> Curve:
+    group, run = next(
+        (group, run) for group in groups for run in group.runs if run.result is results[log.result]
+    )
+    name = f"{group.name}: {run.label}" if len(groups) > 1 else run.label
+    if [other.result for other in logs].count(log.result) > 1:
+        name += f", seed {log.seed}"
+    return Curve(name, run.style, log.records)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchcram.experiments.differences import differences
 from torchcram.experiments.outcome import RESULT
-from torchcram.experiments.results import Result, differences, read_result, read_results
+from torchcram.experiments.results import Result, read_result, read_results
 from torchcram.experiments.run_folder import RUN
 from torchcram.experiments.runlog import read_log
 
-Logs = dict[str, list[dict[str, Any]]]
+
+@dataclass(frozen=True)
+class Log:
+    """What a run logged.
+
+    Attributes:
+        result: place of its result among all.
+        seed: of the run.
+        records: of `log.jsonl`, with epoch and any of loss, compressed_loss, accuracy, lr.
+    """
+
+    result: int
+    seed: int
+    records: Sequence[Mapping[str, Any]]
 
 
-def read_sources(paths: Iterable[Path]) -> tuple[list[Result], Logs]:
-    """Reads results, and the logs of run folders by their titles.
+def read_sources(paths: Iterable[Path]) -> tuple[list[Result], list[Log]]:
+    """Reads results, and the logs of run folders.
 
     Run folders of the same recipe with other seeds become one result.
 
@@ -38,18 +52,32 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[Result], Logs]:
             if not found:
                 raise ValueError(f"{path} is neither the folder of a run nor one of results")
             results += found
-    return [*merge_seeds([result for _, result in runs]), *results], _logs(runs)
+    merged, places = _merge([result for _, result in runs])
+    logs = [
+        Log(place, result.seeds[0].seed, [asdict(record) for record in records])
+        for (folder, result), place in zip(runs, places, strict=True)
+        if (records := read_log(folder))
+    ]
+    return [*merged, *results], logs
 
 
 def _result_of(folder: Path) -> Result:
     if not (folder / RESULT).exists():
-        raise ValueError(f"{folder} has no {RESULT} yet: `torchcram compress {folder}` makes it")
+        raise ValueError(
+            f"{folder} has no {RESULT} yet: train it to its end, or `torchcram compress {folder}`"
+        )
     return read_result(folder / RESULT)
 
 
 def merge_seeds(results: Sequence[Result]) -> list[Result]:
     """Puts seeds of the same recipe together; one whose seed comes twice stays by itself."""
+    return _merge(results)[0]
+
+
+def _merge(results: Sequence[Result]) -> tuple[list[Result], list[int]]:
+    """Returns what came out, and where each went."""
     merged: list[Result] = []
+    places: list[int] = []
     for result in results:
         for place, earlier in enumerate(merged):
             theirs = {one.seed for one in earlier.seeds}
@@ -57,21 +85,9 @@ def merge_seeds(results: Sequence[Result]) -> list[Result]:
             if same and not theirs & {one.seed for one in result.seeds}:
                 seeds = sorted([*earlier.seeds, *result.seeds], key=lambda one: one.seed)
                 merged[place] = replace(earlier, seeds=tuple(seeds))
+                places.append(place)
                 break
         else:
+            places.append(len(merged))
             merged.append(result)
-    return merged
-
-
-def _logs(runs: Sequence[tuple[Path, Result]]) -> Logs:
-    titles = [result.title for _, result in runs]
-    logs: Logs = {}
-    for (folder, result), title in zip(runs, titles, strict=True):
-        records = read_log(folder)
-        if not records:
-            continue
-        name = title if titles.count(title) == 1 else f"{title}, seed {result.seeds[0].seed}"
-        if name in logs:
-            name = f"{name}, {folder}"
-        logs[name] = [asdict(record) for record in records]
-    return logs
+    return merged, places

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
-from torchcram.experiments.results import Result, TargetResult, flat, mean, std
+from torchcram.experiments.differences import flat
+from torchcram.experiments.results import Result, TargetResult, mean, std
 
 _KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # the order in tables
 
@@ -53,6 +54,16 @@ def points(change: float) -> str:
     """Writes a change of accuracy as signed percentage points: -1.23, +0.30, 0.00."""
     rounded = round(100 * change, 2)
     return f"{rounded:+.2f}" if rounded else "0.00"
+
+
+def counted(count: int, thing: str) -> str:
+    """Returns "1 epoch", "2 epochs"."""
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def duration(seconds: float) -> str:
+    """Returns "45 s", "2.5 min"."""
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -107,23 +118,28 @@ def repeated(result: Result) -> str:
 
 def labels(results: Sequence[Result]) -> list[str]:
     """Names results by their titles and, where these are the same, by what sets them apart."""
-    settings = [_settings(result) for result in results]
-    named = []
-    for result, mine in zip(results, settings, strict=True):
-        alike = [s for r, s in zip(results, settings, strict=True) if r.title == result.title]
-        keys = dict.fromkeys(key for one in alike for key in one)
-        apart = [key for key in keys if any(one.get(key) != mine.get(key) for one in alike)]
-        said = ", ".join(f"{key}={mine.get(key)}" for key in apart)
-        named.append(f"{result.title} ({said})" if said else result.title)
+    settings = [flat(result.recipe) for result in results]
+    named = _told_apart(results, settings)
+    if len({*named}) < len(named):
+        seeds = [", ".join(str(one.seed) for one in result.seeds) for result in results]
+        named = _told_apart(
+            results, [{**one, "seed": seed} for one, seed in zip(settings, seeds, strict=True)]
+        )
     return [
         name if named.count(name) == 1 else f"{name} #{named[: place + 1].count(name)}"
         for place, name in enumerate(named)
     ]
 
 
-def _settings(result: Result) -> dict[str, object]:
-    seeds = ", ".join(str(one.seed) for one in result.seeds)
-    return {**flat(result.recipe), "title": None, "seed": seeds}
+def _told_apart(results: Sequence[Result], settings: Sequence[Mapping[str, object]]) -> list[str]:
+    named = []
+    for result, mine in zip(results, settings, strict=True):
+        alike = [s for r, s in zip(results, settings, strict=True) if r.title == result.title]
+        keys = dict.fromkeys(key for one in alike for key in one if key != "title")
+        apart = [key for key in keys if any(one.get(key) != mine.get(key) for one in alike)]
+        said = ", ".join(f"{key}={mine.get(key)}" for key in apart)
+        named.append(f"{result.title} ({said})" if said else result.title)
+    return named
 
 
 def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:

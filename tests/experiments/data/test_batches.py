@@ -24,11 +24,8 @@ def data():
 
 def calibration(data, samples=20, batch_size=8, *, seed=0, augment="crop-flip"):
     return list(
-        calibration_batches(
-            data.train, samples, batch_size, augment=augment, mean=data.mean, std=data.std,
-            device="cpu", seed=seed,
-        )
-    )  # fmt: skip
+        calibration_batches(data, samples, batch_size, augment=augment, device="cpu", seed=seed)
+    )
 
 
 def test_resident_data_gives_resident_batches(data):
@@ -50,9 +47,7 @@ def test_files_give_streamed_batches(tmp_path):
     assert isinstance(batches, StreamBatches)
     assert [tuple(images.shape) for images, _ in batches.epoch(0)] == [(4, 3, 7, 7), (2, 3, 7, 7)]
     del settings["batch_size"]
-    tuning = calibration_batches(
-        found.train, 5, 3, mean=found.mean, std=found.std, image_size=7, **settings
-    )
+    tuning = calibration_batches(found, 5, 3, image_size=7, **settings)
     assert [len(labels) for _, labels in tuning] == [2, 2]
 
 

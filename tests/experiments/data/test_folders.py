@@ -1,4 +1,5 @@
 import io
+import os
 import tarfile
 
 import pytest
@@ -231,6 +232,20 @@ def test_fingerprints_change_with_the_files(tmp_path):
     assert len({prints[0], renamed, folder_fingerprint(root)}) == 3
     path.write_bytes(path.read_bytes() + b"\0")
     assert archives_fingerprint([path]) != prints[1]
+
+
+def test_fingerprints_change_with_files_of_the_same_size(tmp_path):
+    root = tree(tmp_path)
+    path = archive(root, tmp_path / "pets.tar.xz")
+    one = root / "train" / "cat" / "0000.jpg"
+    for file, fingerprint in (
+        (one, lambda: folder_fingerprint(root)),
+        (path, lambda: archives_fingerprint([path])),
+    ):
+        before, when = fingerprint(), file.stat().st_mtime
+        file.write_bytes(bytes(file.stat().st_size))
+        os.utime(file, (when + 1, when + 1))
+        assert fingerprint() != before
 
 
 def test_image_bytes_survive_the_archive(tmp_path):

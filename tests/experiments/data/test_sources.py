@@ -1,3 +1,5 @@
+import multiprocessing
+import sys
 from collections import Counter
 
 import pytest
@@ -143,6 +145,36 @@ def test_a_failure_while_packing_leaves_no_file(folder):
     with pytest.raises(ValueError, match=r"test/dog/0002.jpg is not a readable image"):
         load_data(Choice("pets"), folder)
     assert [path.name for path in folder.iterdir()] == ["pets"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")
+def test_a_class_may_have_a_name_that_is_no_text(folder):
+    tree(folder, classes=("caf\udce9", "dog"))
+    data = load_data(Choice("pets"), folder)
+    assert data.classes == ("caf\udce9", "dog")
+    assert equal(load_data(Choice("pets"), folder), data)
+
+
+def test_what_a_killed_process_left_while_packing_is_removed(folder):
+    tree(folder)
+    (folder / f".{PACKED}.123.tmp").write_bytes(b"half")
+    (folder / ".mine.tmp").write_bytes(b"not ours")
+    load_data(Choice("pets"), folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".mine.tmp", "pets", PACKED]
+
+
+def test_processes_that_need_a_packed_file_at_once_make_it_once(folder):
+    pytest.importorskip("fcntl")
+    tree(folder)
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        pool.map(pack_and_count, [(folder, number) for number in range(3)])
+    assert len(list(folder.parent.glob("said-*"))) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["pets", PACKED]
+
+
+def pack_and_count(arguments):
+    folder, number = arguments
+    load_data(Choice("pets"), folder, report=(folder.parent / f"said-{number}").write_text)
 
 
 def test_streamed_files_are_not_packed(folder, monkeypatch):

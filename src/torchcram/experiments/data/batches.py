@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from torchcram.experiments.data.augment import STREAMED
-from torchcram.experiments.data.images import DataSet, Images
-from torchcram.experiments.data.pictures import Pictures, PictureSet
+from torchcram.experiments.data.images import DataSet
+from torchcram.experiments.data.pictures import PictureSet
 from torchcram.experiments.data.resident import ResidentBatches
 from torchcram.experiments.data.seeds import mixed, seeded
 from torchcram.experiments.data.stream import StreamBatches
@@ -38,28 +39,39 @@ def make_batches(
         image_size: of streamed images; resident ones have their size already.
         workers: of streamed images.
     """
-    return _batches(
+    if isinstance(data, DataSet):
+        return ResidentBatches(
+            data.train if train else data.test,
+            batch_size=batch_size,
+            augment=augment,
+            mean=data.mean,
+            std=data.std,
+            device=device,
+            seed=seed,
+            train=train,
+        )
+    if image_size is None:
+        raise ValueError(f"images that are streamed (augment {STREAMED!r}) need image_size")
+    return StreamBatches(
         data.train if train else data.test,
-        train=train,
         batch_size=batch_size,
         augment=augment,
+        image_size=image_size,
         mean=data.mean,
         std=data.std,
         device=device,
         seed=seed,
-        image_size=image_size,
+        train=train,
         workers=workers,
     )
 
 
 def calibration_batches(
-    images: Images | Pictures,
+    data: DataSet | PictureSet,
     samples: int,
     batch_size: int,
     *,
     augment: str,
-    mean: Sequence[float] | Tensor,
-    std: Sequence[float] | Tensor,
     device: torch.device | str,
     seed: int,
     image_size: int | None = None,
@@ -70,13 +82,11 @@ def calibration_batches(
     Only the chosen images go to the device.
 
     Args:
-        images: of the training split.
+        data: whose training images to choose from.
         samples: how many images to choose, all if there are fewer; the last few are left out where
             batches would not be equal.
         batch_size: at most.
         augment: as in training.
-        mean: per channel; black is 0, white 1.
-        std: likewise.
         device: where the batches go.
         seed: of the choice and the augmentation.
         image_size: of streamed images.
@@ -84,58 +94,16 @@ def calibration_batches(
     """
     if samples < 1 or batch_size < 1:
         raise ValueError(f"{samples} samples in batches of {batch_size}: both are at least 1")
-    order = torch.randperm(len(images), generator=seeded(seed, "calibration"))
-    chosen = images.take(order[:samples])
-    steps = -(-len(chosen) // batch_size)
-    return _batches(
+    order = torch.randperm(len(data.train), generator=seeded(seed, "calibration"))[:samples]
+    steps = -(-len(order) // batch_size)
+    chosen: DataSet | PictureSet = replace(data, train=data.train.take(order))  # type: ignore[arg-type]
+    return make_batches(
         chosen,
         train=True,
-        batch_size=len(chosen) // steps,
+        batch_size=len(order) // steps,
         augment=augment,
-        mean=mean,
-        std=std,
         device=device,
         seed=mixed(seed, "calibration"),
         image_size=image_size,
         workers=workers,
     ).epoch(0)
-
-
-def _batches(
-    split: Images | Pictures,
-    *,
-    train: bool,
-    batch_size: int,
-    augment: str,
-    mean: Sequence[float] | Tensor,
-    std: Sequence[float] | Tensor,
-    device: torch.device | str,
-    seed: int,
-    image_size: int | None,
-    workers: int | None,
-) -> ResidentBatches | StreamBatches:
-    if isinstance(split, Images):
-        return ResidentBatches(
-            split,
-            batch_size=batch_size,
-            augment=augment,
-            mean=mean,
-            std=std,
-            device=device,
-            seed=seed,
-            train=train,
-        )
-    if image_size is None:
-        raise ValueError(f"images that are streamed (augment {STREAMED!r}) need image_size")
-    return StreamBatches(
-        split,
-        batch_size=batch_size,
-        augment=augment,
-        image_size=image_size,
-        mean=mean,
-        std=std,
-        device=device,
-        seed=seed,
-        train=train,
-        workers=workers,
-    )

@@ -61,20 +61,24 @@ def read_archives(name: str, archives: Sequence[Path]) -> PictureSet:
 
 
 def folder_fingerprint(root: Path) -> str:
-    """Returns what changes when a file under `root` is added, removed, renamed or resized."""
+    """Returns what changes when a file under `root` is added, removed, renamed or written."""
     digest = hashlib.sha256()
     for directory, subdirectories, files in os.walk(root, followlinks=True):
         subdirectories.sort()
         for file in sorted(files):
             path = Path(directory, file)
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(root).as_posix()}\0{size}\n".encode())
+            digest.update(os.fsencode(f"{path.relative_to(root).as_posix()}\0{_stamp(path)}\n"))
     return f"folder {digest.hexdigest()}"
 
 
 def archives_fingerprint(archives: Sequence[Path]) -> str:
-    """Returns what changes when an archive is added, removed, renamed or of another size."""
-    return "archives " + ", ".join(f"{path.name} {path.stat().st_size}" for path in archives)
+    """Returns what changes when an archive is added, removed, renamed or written."""
+    return "archives " + ", ".join(f"{path.name} {_stamp(path)}" for path in archives)
+
+
+def _stamp(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"  # a bitmap keeps its size whatever it shows
 
 
 def _shown(name: str) -> bool:

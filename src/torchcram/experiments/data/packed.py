@@ -19,6 +19,7 @@ from torchcram.experiments.data.pictures import (
     pixels,
     resized,
 )
+from torchcram.experiments.files import written_aside
 
 FORMAT = "torchcram images 1"
 KEY = "torchcram"  # of the file's metadata
@@ -103,16 +104,9 @@ def write_packed(data: DataSet, path: Path, *, image_size: int | None, source: s
         "test.images": data.test.images.contiguous(),
         "test.labels": data.test.labels.contiguous(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with written_aside(path) as aside:
         save_file(tensors, aside, {KEY: json.dumps(description)})
-        with aside.open("rb+") as file:
-            os.fsync(file.fileno())
         aside.chmod(path.parent.stat().st_mode & 0o644)  # safetensors lets only the owner read
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_packed(

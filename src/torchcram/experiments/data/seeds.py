@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,3 +18,11 @@ def mixed(*key: int | str) -> int:
 def seeded(*key: int | str) -> torch.Generator:
     """Returns a CPU generator for `key`, independent of the global one."""
     return torch.Generator().manual_seed(mixed(*key))
+
+
+@contextmanager
+def global_seed(seed: int) -> Iterator[None]:
+    """Seeds the global generator of the CPU for a `with` block; puts it back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPUs too
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,25 +21,12 @@ from torchcram.experiments.data.images import DataSet, Images
 from torchcram.experiments.data.pictures import PictureSet
 from torchcram.experiments.data.store import Report, Source, packed, packed_alone
 from torchcram.experiments.data.torchvision_sets import SETS, read_torchvision
-from torchcram.experiments.digits import SPLIT_SEED, TEST_FRACTION
+from torchcram.experiments.digits import split_digits
+
+if TYPE_CHECKING:
+    from torchcram.experiments.recipe import DataConfig
 
 DIGITS = "digits"
-
-
-class DataChoice(Protocol):
-    """What of a data configuration is needed here."""
-
-    @property
-    def name(self) -> str:
-        """Of the data set."""
-
-    @property
-    def augment(self) -> str:
-        """Of the training images."""
-
-    @property
-    def image_size(self) -> int | None:
-        """That images are brought to; None: as they are."""
 
 
 def dataset_names() -> dict[str, str]:
@@ -51,7 +38,7 @@ def dataset_names() -> dict[str, str]:
 
 
 def load_data(
-    config: DataChoice,
+    config: DataConfig,
     folder: Path | None,
     *,
     download: bool = False,
@@ -91,30 +78,17 @@ def load_data(
     return data
 
 
-def _digits(config: DataChoice) -> DataSet:
+def _digits(config: DataConfig) -> DataSet:
     """Splits the digits as the demonstration does."""
-    from sklearn import datasets
-    from sklearn.model_selection import train_test_split
-
     if config.augment == STREAMED or config.image_size not in (None, 8):
         raise ValueError(
             f"data set {DIGITS!r} is 8x8 and resident: augment {config.augment!r} with image_size "
             f"{config.image_size!r} does not go with it"
         )
-    found = datasets.load_digits()
-    train, test, labels, test_labels = train_test_split(
-        found.images * 15,  # 0 to 16 before, still whole numbers
-        found.target,
-        test_size=TEST_FRACTION,
-        stratify=found.target,
-        random_state=SPLIT_SEED,
-    )
+    train, labels, test, test_labels = split_digits()
     learnt, tested = (
-        Images(
-            torch.tensor(images, dtype=torch.uint8).unsqueeze(-1),
-            torch.tensor(targets, dtype=torch.int64),
-        )
-        for images, targets in ((train, labels), (test, test_labels))
+        Images(pixels.mul(15).to(torch.uint8).unsqueeze(-1), targets)  # still whole numbers
+        for pixels, targets in ((train, labels), (test, test_labels))
     )
     return DataSet(DIGITS, learnt, tested, tuple(map(str, range(10))))
 
@@ -154,14 +128,14 @@ def _missing(name: str, folder: Path) -> ValueError:
             f"{name}-train.tar.xz or {name}-train-1.tar.xz. Known by name are: "
             f"{', '.join(dataset_names())}"
         )
-    how = "download it (download=True)" if known.downloadable else "it cannot be downloaded"
+    how = "download it (--download)" if known.downloadable else "it cannot be downloaded"
     return ValueError(
         f"data set {name!r} is not in {folder}: looked for {known.folder}, as torchvision's "
         f"{known.loader} has it; {how}"
     )
 
 
-def _streamed(config: DataChoice, folder: Path, source: Source | None) -> PictureSet:
+def _streamed(config: DataConfig, folder: Path, source: Source | None) -> PictureSet:
     if config.image_size is None:
         raise ValueError(f"augment {STREAMED!r} needs image_size, the size of what is cut out")
     if source is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torchcram.experiments.data.packed import (
     write_packed,
 )
 from torchcram.experiments.data.pictures import PictureSet
+from torchcram.experiments.files import remove_leftovers, taking_turns
 
 Report = Callable[[str], None]
 
@@ -63,20 +65,28 @@ def packed(
         source: what to pack.
         report: called with a line before packing.
     """
-    fingerprint = source.fingerprint()
-    file = packed_name(name, image_size)
+    fingerprint, file = source.fingerprint(), packed_name(name, image_size)
     places = [source.folder / file, cache_folder() / file]
+
+    def read(path: Path) -> DataSet:
+        return read_packed(path, name=name, image_size=image_size, source=fingerprint)
+
     for path in places:
         if path.is_file():
             try:
-                return read_packed(path, name=name, image_size=image_size, source=fingerprint)
+                return read(path)
             except PackedError as error:
                 warnings.warn(f"{error}; it is made anew", stacklevel=3)
     path = places[0] if _writable(source.folder) else places[1]
-    if report is not None:
-        report(f"packing {name} into {path}")
-    write_packed(pack(source.read(), image_size), path, image_size=image_size, source=fingerprint)
-    return read_packed(path, name=name, image_size=image_size, source=fingerprint)
+    with taking_turns(path.parent):
+        with suppress(PackedError):
+            return read(path)  # another process made it meanwhile
+        if report is not None:
+            report(f"packing {name} into {path}")
+        remove_leftovers(path.parent, file)
+        data = pack(source.read(), image_size)
+        write_packed(data, path, image_size=image_size, source=fingerprint)
+    return read(path)
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torchcram.experiments.data.augment import STREAMED, check_augment
 from torchcram.experiments.data.pictures import Pictures, decode
-from torchcram.experiments.data.seeds import mixed, seeded
+from torchcram.experiments.data.seeds import global_seed, mixed, seeded
 
 MAX_WORKERS = 16
 MARGIN = 256 / 224  # short side of a test image before its centre is cut out, in sizes
@@ -128,9 +128,7 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, draw: Draw) -> tuple[Tensor, int]:
         place, seed = draw
         image = decode(self._pictures[place])
-        # torchvision draws from the global generator; torch.manual_seed would reset CUDA's as well
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with global_seed(seed):  # which torchvision draws by
             return self._transform(image), int(self._labels[place])
 
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchcram.experiments.models.small import BasicBlock
+
 VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
-class ProjectionBlock(nn.Module):
-    """relu(s(x) + BN(conv(relu(BN(conv(x)))))); s(x) is x, or BN(1x1 conv(x)) of another shape."""
+class ProjectionBlock(BasicBlock):
+    """As `BasicBlock`, but where x is of another shape, BN(1x1 conv(x)) takes its place."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
+        super().__init__(inputs, outputs, stride)
         self.shortcut = nn.Sequential()
         if stride > 1 or inputs != outputs:
             self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
             self.shortcut.append(nn.BatchNorm2d(outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (n, inputs, h, w) to (n, outputs, h/stride, w/stride)."""
-        y = torch.relu(self.bn1(self.conv1(x)))
-        return torch.relu(self.shortcut(x) + self.bn2(self.conv2(y)))
+    def skip(self, x: Tensor) -> Tensor:
+        """Brings x into the shape of the output."""
+        y: Tensor = self.shortcut(x)
+        return y
 
 
 class ResNet18(nn.Module):

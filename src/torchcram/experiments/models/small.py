@@ -22,9 +22,7 @@ class ConvNet(nn.Module):
             inputs = outputs
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(inputs, classes)
-        for module in self.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(module.weight)
+        _initialise_(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps images to class scores."""
@@ -47,11 +45,14 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, inputs, h, w) to (n, outputs, h/stride, w/stride)."""
         y = torch.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
+        return torch.relu(self.skip(x) + self.bn2(self.conv2(y)))
+
+    def skip(self, x: Tensor) -> Tensor:
+        """Brings x into the shape of the output."""
         x = x[:, :, :: self.stride, :: self.stride]
         if self.widen:
             x = nn.functional.pad(x, (0, 0, 0, 0, self.widen // 2, self.widen - self.widen // 2))
-        return torch.relu(x + y)
+        return x
 
 
 class ResNet(nn.Module):
@@ -70,9 +71,7 @@ class ResNet(nn.Module):
                 inputs = outputs
         self.blocks = nn.Sequential(*stages)
         self.fc = nn.Linear(inputs, classes)
-        for module in self.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(module.weight)
+        _initialise_(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps images to class scores."""
@@ -84,3 +83,9 @@ class ResNet(nn.Module):
 def resnet20(classes: int = 10) -> ResNet:
     """ResNet20 for 32x32 images, 0.27 M weights."""
     return ResNet(3, 16, classes=classes)
+
+
+def _initialise_(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight)

@@ -1,0 +1,48 @@
+"""Captured steps with a plain call in place of the graph, which needs a GPU."""
+
+import pytest
+import torch
+from runs import CPU, digits, recipe
+
+from torchcram.experiments import fast
+from torchcram.experiments.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.step import EagerStep
+
+
+class Called:
+    def __init__(self, _model, _optimizer, step):
+        self._step = step
+
+    def __call__(self):
+        self._step()
+
+    def check(self):
+        pass
+
+
+@pytest.mark.parametrize("method", ["sgd", "cram-plus-multi"])
+def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method):
+    monkeypatch.setattr(fast, "GraphedStep", Called)
+    given, data = recipe(method=method), digits(train=128, test=10)
+    found = []
+    for kind in (EagerStep, fast.GraphStep):
+        model = build_initial_model(given, classes=10, seed=0).train()
+        optimizer = build_optimizer(given, model, seed=0)
+        batches = build_batches(given, data, train=True, device=CPU, seed=0)
+        step = kind(model, optimizer, batches, given.train, CPU)
+        for epoch in (0, 1):
+            step.start_epoch(epoch)
+            for _ in range(len(batches)):
+                step.run()
+        found.append((step.losses(), model.state_dict()))
+    (eager, weights), (captured, others) = found
+    assert captured == eager
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def test_the_cpu_takes_eager_steps():
+    given, data = recipe(), digits(train=128, test=10)
+    model = build_initial_model(given, classes=10, seed=0)
+    batches = build_batches(given, data, train=True, device=CPU, seed=0)
+    optimizer = build_optimizer(given, model, seed=0)
+    assert type(fast.make_step(model, optimizer, batches, given.train, CPU)) is EagerStep
