@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram import selection
-from torchcram.selection import count_kept, keep_largest, keep_largest_each
+from torchcram.selection import Shards, count_kept, keep_largest, keep_largest_each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 KINDS = ["distinct", "tied", "constant", "zeros", "wild"]
@@ -116,31 +116,45 @@ def test_infinity_and_nan_rank_above_all_numbers():
     assert keep_largest([x], 2)[0].tolist() == [False, True, False, True, False]
 
 
-def test_counts_can_be_summed_over_processes():
-    """Two threads stand for two processes that hold a part of the weights each."""
-    parts = [
-        make("distinct", (301,), torch.float32, 1),
-        make("distinct", (57, 3), torch.float32, 2),
-    ]
-    meet = threading.Barrier(2)
-    shared = [None, None]
-    masks = [None, None]
+def in_shards(tensors, cuts, select):
+    """Calls `select(stretches, shards)` in threads that stand for processes; joins their masks."""
+    size = len(cuts) + 1
+    meet, shared, masks = threading.Barrier(size, timeout=20), [None] * size, [None] * size
+    parts = [t.reshape(-1).tensor_split([int(c * t.numel()) for c in cuts]) for t in tensors]
 
     def process(rank):
-        def reduce(counts):
+        def add_up(counts):
             shared[rank] = counts.clone()
             meet.wait()
-            counts.copy_(shared[0] + shared[1])
+            counts.copy_(sum(shared))
             meet.wait()
 
-        masks[rank] = keep_largest([parts[rank]], 100, reduce=reduce)[0]
+        masks[rank] = select([part[rank] for part in parts], Shards(rank, size, add_up))
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(map(torch.equal, masks, by_sorting(parts, 100)))
+    joined = [torch.cat(stretches) for stretches in zip(*masks, strict=True)]
+    return [mask.view(tensor.shape) for mask, tensor in zip(joined, tensors, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", [(0.5,), (0.0, 0.3), (0.25, 0.5, 1.0)], ids=str)
+def test_stretches_on_several_processes_have_the_masks_of_the_whole(kind, cuts):
+    """Some processes hold nothing of a tensor; a boundary may cut a run of ties."""
+    tensors = [
+        make(kind, s, torch.bfloat16, i) for i, s in enumerate([(57, 3), (301,), (1,), (8, 8)])
+    ]
+    total = sum(t.numel() for t in tensors)
+    for keep in (0, 1, total // 3, total - 1, total):
+        masks = in_shards(tensors, cuts, lambda t, s, k=keep: keep_largest(t, k, shards=s))
+        assert all(map(torch.equal, masks, by_sorting(tensors, keep)))
+    each = [t.numel() // 2 for t in tensors]
+    masks = in_shards(tensors, cuts, lambda t, s: keep_largest_each(t, each, shards=s))
+    for mask, tensor, count in zip(masks, tensors, each, strict=True):
+        assert torch.equal(mask, by_sorting([tensor], count)[0])
 
 
 def test_bad_input_is_refused():

@@ -5,7 +5,7 @@ The key of a value is its bit pattern without the sign, an integer that orders a
 down: count the keys by their next few bits, see which bin holds the k-th, go on within it. For many
 weights a sample first tells about where it is, and only keys near there are looked at twice. The
 weights are neither concatenated (beyond small ones, a block at a time) nor sorted, and the only
-thing shared between tensors is a short vector of counts, which `reduce` may sum over processes.
+thing shared between tensors is a short vector of counts, which may be summed over processes.
 
 Of equal keys at the threshold those that come first are kept: tensor order, then row-major index.
 """
@@ -20,9 +20,6 @@ from torch import Tensor
 
 from torchcram.weights import cuda_kernels
 
-Reduce = Callable[[Tensor], None]
-"""Sums a tensor of counts over processes, in place."""
-
 BLOCK = 1 << 20  # elements treated at a time, so that what is computed on the way stays small
 WIDTH = 11  # bits per level
 SAMPLE = 1 << 16  # keys that tell about where the k-th is
@@ -33,6 +30,20 @@ _INTEGERS = {
     torch.float16: torch.int16,
     torch.float64: torch.int64,
 }
+
+
+class Shards(NamedTuple):
+    """How tensors are spread: every process holds a stretch of each, in the order of the ranks.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        add_up: sums a tensor of counts over all of them, in place.
+    """
+
+    rank: int
+    size: int
+    add_up: Callable[[Tensor], object]
 
 
 class Threshold(NamedTuple):
@@ -61,51 +72,70 @@ def _integer(dtype: torch.dtype) -> torch.dtype:
 
 
 def keep_largest(
-    tensors: Sequence[Tensor], keep: int, *, reduce: Reduce | None = None
+    tensors: Sequence[Tensor], keep: int, *, shards: Shards | None = None
 ) -> list[Tensor]:
     """Returns masks that keep exactly the `keep` largest magnitudes of all `tensors` together.
 
     Args:
         tensors: float32, bfloat16, float16 or float64; mixed lists are compared by value.
         keep: how many to keep, between none and all.
-        reduce: where the tensors are one process's part of the whole, sums counts over the
-            processes; `keep` then counts in the whole. Ties are then kept by position within each
-            process's own part.
+        shards: where the tensors are one process's stretches of the whole; `keep` then counts in
+            the whole, and the masks are the stretches of those of the whole.
     """
     total = sum([tensor.numel() for tensor in tensors])
-    if keep < 0 or (reduce is None and keep > total):
+    if keep < 0 or (shards is None and keep > total):
         raise ValueError(f"cannot keep {keep} of {total} values")
     if not tensors:
         return []
     tensors = _comparable(tensors)
-    if reduce is None and (select := _kernel_for(tensors)) is not None:
+    if shards is not None:
+        (threshold,) = _by_bits([_Blocks(tensors)], [keep], _bits(tensors), shards)
+        return _masks_of_shards(tensors, [threshold] * len(tensors), shards, together=True)
+    if (select := _kernel_for(tensors)) is not None:
         return select(tensors, [keep], (0,) * len(tensors))
-    return _masks(tensors, kth_largest(tensors, keep, reduce=reduce))
+    return _masks(tensors, kth_largest(tensors, keep))
 
 
-def keep_largest_each(tensors: Sequence[Tensor], keep: Sequence[int]) -> list[Tensor]:
-    """Returns masks that keep exactly the `keep[i]` largest magnitudes of each `tensors[i]`."""
+def keep_largest_each(
+    tensors: Sequence[Tensor], keep: Sequence[int], *, shards: Shards | None = None
+) -> list[Tensor]:
+    """Returns masks that keep exactly the `keep[i]` largest magnitudes of each `tensors[i]`.
+
+    Args:
+        tensors: as for `keep_largest`.
+        keep: how many, of each.
+        shards: as for `keep_largest`.
+    """
     for tensor, count in zip(tensors, keep, strict=True):
-        if not 0 <= count <= tensor.numel():
+        if count < 0 or (shards is None and count > tensor.numel()):
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
+    if shards is not None and tensors:
+        tensors = _comparable(tensors)
+        groups = [_Blocks([tensor]) for tensor in tensors]
+        thresholds = _by_bits(groups, keep, _bits(tensors), shards)
+        return _masks_of_shards(tensors, thresholds, shards, together=False)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, keep, range(len(tensors)))
     return [keep_largest([t], count)[0] for t, count in zip(tensors, keep, strict=True)]
 
 
-def kth_largest(tensors: Sequence[Tensor], k: int, *, reduce: Reduce | None = None) -> Threshold:
+def kth_largest(tensors: Sequence[Tensor], k: int) -> Threshold:
     """Finds the k-th largest key over all `tensors`, which share a dtype."""
-    bits = torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
-    if reduce is not None or sum(tensor.numel() for tensor in tensors) < SMALL:
-        return _by_bits(_Blocks(tensors), k, bits, reduce)
+    bits = _bits(tensors)
+    if sum(tensor.numel() for tensor in tensors) < SMALL:
+        return _by_bits([_Blocks(tensors)], [k], bits)[0]
     low, high = _guess(tensors, k)
     above, blocks = 0, []
     for keys in _Blocks(tensors):
         above += int(torch.count_nonzero(keys > high))
         blocks.append(keys[(keys >= low) & (keys <= high)])
     if above < k <= above + sum(keys.numel() for keys in blocks):
-        return _by_bits(blocks, k - above, bits, None)
-    return _by_bits(_Blocks(tensors), k, bits, None)  # the sample misled
+        return _by_bits([blocks], [k - above], bits)[0]
+    return _by_bits([_Blocks(tensors)], [k], bits)[0]  # the sample misled
+
+
+def _bits(tensors: Sequence[Tensor]) -> int:
+    return torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
 
 
 def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
@@ -122,24 +152,31 @@ def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
     return low, high
 
 
-def _by_bits(blocks: Iterable[Tensor], k: int, bits: int, reduce: Reduce | None) -> Threshold:
-    """Finds the k-th largest of the keys in `blocks`, WIDTH bits at a time."""
-    prefix, rank = 0, k
+def _by_bits(
+    groups: Sequence[Iterable[Tensor]],
+    ranks: Sequence[int],
+    bits: int,
+    shards: Shards | None = None,
+) -> list[Threshold]:
+    """Finds the key of the given rank in each group of blocks of keys, WIDTH bits at a time."""
+    groups, ranks, prefixes = list(groups), list(ranks), [0] * len(groups)
     for top in range(bits, 0, -WIDTH):
         low = max(top - WIDTH, 0)
         bins = 1 << (top - low)
-        counts = torch.zeros(bins, dtype=torch.int64)
-        for keys in blocks:
-            counts += torch.bincount((keys >> low) & (bins - 1), minlength=bins).cpu()
-        if reduce is not None:
-            reduce(counts)
-        at_or_above = counts.flip(0).cumsum(0).flip(0)
-        here = int((at_or_above >= rank).sum()) - 1  # the highest bin that at least `rank` reach
-        rank -= int(at_or_above[here] - counts[here])
-        prefix = (prefix << (top - low)) | here
-        if low:
-            blocks = [keys[(keys >> low) == prefix] for keys in blocks]
-    return Threshold(prefix, rank)
+        counts = torch.zeros(len(groups), bins, dtype=torch.int64)
+        for count, blocks in zip(counts, groups, strict=True):
+            for keys in blocks:
+                count += torch.bincount((keys >> low) & (bins - 1), minlength=bins).cpu()
+        if shards is not None:
+            shards.add_up(counts)
+        at_or_above = counts.flip(1).cumsum(1).flip(1)
+        for i, rank in enumerate(ranks):
+            here = int((at_or_above[i] >= rank).sum()) - 1  # the highest bin that enough reach
+            ranks[i] -= int(at_or_above[i, here] - counts[i, here])
+            prefixes[i] = (prefixes[i] << (top - low)) | here
+            if low:
+                groups[i] = [keys[(keys >> low) == prefixes[i]] for keys in groups[i]]
+    return [Threshold(*found) for found in zip(prefixes, ranks, strict=True)]
 
 
 class _Blocks:
@@ -189,6 +226,31 @@ def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
                 mask = torch.empty_like(tensor, dtype=torch.bool).copy_(mask)
             masks.append(mask)
     return masks
+
+
+def _masks_of_shards(
+    tensors: Sequence[Tensor], thresholds: Sequence[Threshold], shards: Shards, *, together: bool
+) -> list[Tensor]:
+    """Masks of one process's stretches: ties that come earlier in the whole are kept first.
+
+    Args:
+        tensors: the stretches.
+        thresholds: one for each; the same for all where they are ranked `together`.
+        shards: how they are spread.
+        together: whether ties in one tensor come before those in the next.
+    """
+    found = torch.zeros(shards.size, len(tensors), dtype=torch.int64)
+    for i, (tensor, threshold) in enumerate(zip(tensors, thresholds, strict=True)):
+        tied = [torch.count_nonzero(keys == threshold.key) for keys in _Blocks([tensor])]
+        found[shards.rank, i] = int(torch.stack(tied).sum())
+    shards.add_up(found)
+    earlier = found[: shards.rank].sum(0)
+    if together:
+        earlier += found.sum(0).cumsum(0) - found.sum(0)
+    return [
+        _masks([tensor], Threshold(threshold.key, max(threshold.ties - int(before), 0)))[0]
+        for tensor, threshold, before in zip(tensors, thresholds, earlier, strict=True)
+    ]
 
 
 def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
