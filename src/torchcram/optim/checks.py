@@ -52,6 +52,12 @@ def _check_base(model: nn.Module, base: Optimizer) -> None:
         raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")
     if isinstance(base, LBFGS):
         raise ValueError("LBFGS calls the closure itself and cannot be the base optimizer")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):  # a DTensor, whose module takes long to import
+            raise ValueError(
+                f"parameter {name!r} is sharded over processes (FSDP, tensor parallel), which is "
+                "not supported; parameters that every process holds whole (DDP) are"
+            )
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(base.param_groups):
         for place, parameter in enumerate(group["params"]):
