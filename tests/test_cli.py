@@ -66,7 +66,7 @@ def test_the_table_is_there_even_if_writing_fails(tmp_path, monkeypatch):
     [("sklearn", "sklearn"), ("jinja2", "jinja2"), ("matplotlib.figure", "matplotlib")],
 )
 def test_a_missing_extra_is_named_in_one_line(module, named, tmp_path, monkeypatch):
-    for name in ("files", "page", "picture"):
+    for name in ("files", "page", "picture", "template"):
         monkeypatch.delitem(sys.modules, f"torchcram.report.{name}", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     done = torchcram_cli("demo", "--out", tmp_path / "out")

@@ -106,7 +106,7 @@ def _every_option(rank):
 
 
 def test_every_option_of_ddp_trains_alike():
-    run_ranks(RANKS, _every_option)
+    assert run_ranks(RANKS, _every_option) == RANKS
 
 
 def _every_rule(rank):
@@ -122,7 +122,7 @@ def _every_rule(rank):
 
 
 def test_ranks_stay_alike_under_every_rule():
-    run_ranks(RANKS, _every_rule)
+    assert run_ranks(RANKS, _every_rule) == RANKS
 
 
 def _accumulation(rank):
@@ -158,7 +158,7 @@ def _accumulation(rank):
 
 
 def test_micro_batches_without_synchronisation():
-    run_ranks(RANKS, _accumulation)
+    assert run_ranks(RANKS, _accumulation) == RANKS
 
 
 def _state_and_nan(rank):
@@ -197,7 +197,7 @@ def _state_and_nan(rank):
 
 
 def test_resume_and_a_nan_on_one_rank():
-    run_ranks(RANKS, _state_and_nan)
+    assert run_ranks(RANKS, _state_and_nan) == RANKS
 
 
 def _sharded(rank):
@@ -213,4 +213,4 @@ def _sharded(rank):
 
 
 def test_sharded_parameters_are_refused_by_name():
-    run_ranks(RANKS, _sharded)
+    assert run_ranks(RANKS, _sharded) == RANKS

@@ -10,6 +10,7 @@ from torchcram.report.runs_charts import Curve, accuracy_chart, training_chart
 from torchcram.report.sources import Log
 from torchcram.report.summary import duration, percent, points, repeated
 from torchcram.report.table import NOTICEABLE
+from torchcram.report.template import render
 
 
 def runs_page(
@@ -28,31 +29,22 @@ def runs_page(
     Raises:
         ValueError: if there are no results, or a record has no epoch.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     if not results:
         raise ValueError("no results: a page needs at least one")
     groups = group_runs(results)
     charts = [accuracy_chart(group.runs) for group in groups]
     if logs:
         charts.append(training_chart([_curve(log, results, groups, logs) for log in logs]))
-    environment = Environment(
-        loader=PackageLoader("torchcram.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(percent=percent, points=points, duration=duration)
-    return environment.get_template("runs.html.j2").render(
-        title=title,
-        groups=groups,
-        charts=charts,
-        logs=bool(logs),
-        noticeable=NOTICEABLE,
-        repeated=[over for over in dict.fromkeys(map(repeated, results)) if over],
-    )
+    values = {
+        "title": title,
+        "groups": groups,
+        "charts": charts,
+        "logs": bool(logs),
+        "noticeable": NOTICEABLE,
+        "repeated": [over for over in dict.fromkeys(map(repeated, results)) if over],
+    }
+    filters = {"percent": percent, "points": points, "duration": duration}
+    return render("runs.html.j2", values, filters=filters)
 
 
 def _curve(

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
 from torchcram.experiments.differences import flat
 from torchcram.experiments.results import Result, TargetResult, mean, std
+from torchcram.report import table
 
+DIGITS = 2  # of percentages: of ten thousand test images every one shows
 _KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # the order in tables
 
 
@@ -46,14 +48,13 @@ class TargetSummary:
 
 
 def percent(fraction: float) -> str:
-    """Writes 0.98765 as 98.77: of ten thousand test images every one shows."""
-    return f"{100 * fraction:.2f}"
+    """Writes 0.98765 as 98.77."""
+    return table.percent(fraction, DIGITS)
 
 
 def points(change: float) -> str:
     """Writes a change of accuracy as signed percentage points: -1.23, +0.30, 0.00."""
-    rounded = round(100 * change, 2)
-    return f"{rounded:+.2f}" if rounded else "0.00"
+    return table.points(change, DIGITS)
 
 
 def counted(count: int, thing: str) -> str:

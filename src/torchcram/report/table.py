@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 NOTICEABLE = 0.05  # a loss above this is set in bold red
 
 
-def percent(fraction: float) -> str:
+def percent(fraction: float, digits: int = 1) -> str:
     """Writes 0.9876 as 98.8."""
-    return f"{100 * fraction:.1f}"
+    return f"{100 * fraction:.{digits}f}"
 
 
-def points(change: float) -> str:
+def points(change: float, digits: int = 1) -> str:
     """Writes a change of accuracy as signed percentage points: -1.2, +0.3, 0.0."""
-    rounded = round(100 * change, 1)
-    return f"{rounded:+.1f}" if rounded else "0.0"
+    rounded = round(100 * change, digits)
+    return f"{rounded:+.{digits}f}" if rounded else f"{0:.{digits}f}"
 
 
 def demo_table(result: DemoResult) -> Table:
