@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small nets, several processes at a time
+
 import pytest
 import torch
 

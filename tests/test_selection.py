@@ -166,3 +166,21 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"torch\.int32.*allowed.*torch\.float32"):
         keep_largest([x.int()], 1)
     assert keep_largest([], 0) == []
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_processes_add_up_is_small_and_exact(each):
+    sent = []
+    tensors = [torch.randn(40, 50).bfloat16(), torch.randn(70).bfloat16()]
+
+    def add_up(counts):
+        sent.append(counts)
+
+    shards = Shards(0, 512, add_up)
+    if each:
+        masks = keep_largest_each(tensors, [200, 7], shards=shards)
+    else:
+        masks = keep_largest(tensors, 207, shards=shards)
+    assert sum(int(mask.sum()) for mask in masks) == 207
+    assert {counts.dtype for counts in sent} == {torch.int64}  # floats would round large counts
+    assert sum(counts.nbytes for counts in sent) < 20_000

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.operators import Operator, as_operator
+from torchcram.sharded import fsdp_modules
 from torchcram.weights import weights_in
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def compress_(
 ) -> Masks | None:
     """Compresses `model` in place and returns the masks, or None where the operator has none.
 
+    Where FSDP has sharded the model, all processes call it, and each gets the masks of its shards.
+
     Args:
         model: any module.
         operator: an operator, or its text, such as "global:0.9".
@@ -30,7 +33,7 @@ def compress_(
     operator = as_operator(operator)
     if operator.is_range:
         raise ValueError(f"{operator} is a range to train over; to compress, give one sparsity")
-    masks = operator.compress_(weights_in(model, weights))
+    masks = operator.compress_(weights_in(model, weights).local())
     torch.clear_autocast_cache()  # it may hold copies of the weights
     return masks
 
@@ -40,6 +43,8 @@ def compress(
 ) -> nn.Module:
     """Returns a compressed copy of `model`, which itself stays as it is; see `compress_`."""
     operator = as_operator(operator)
+    if fsdp_modules(model):
+        raise ValueError("a model sharded by FSDP cannot be copied: compress_() it in place")
     names = weights_in(model, weights).keys()
     twin = copy.deepcopy(model)
     parameters = dict(twin.named_parameters())

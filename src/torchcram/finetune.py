@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.weights import apply_masks_, mask_gradients_, zero_unmasked_
+from torchcram.sharded import local
+from torchcram.weights import LayerWeights, apply_masks_, zero_unmasked_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,14 +23,14 @@ class HeldMasks:
     """Masks held by an optimizer until `remove()`, or until the end of a `with` block."""
 
     def __init__(self, optimizer: Optimizer, weights: Weights, masks: Masks) -> None:
-        self._weights = {name: weights[name] for name in masks}
+        self._weights = LayerWeights({name: weights[name] for name in masks})
         self._masks = masks
         apply_masks_(self._weights, masks)
         for name, mask in masks.items():
             moments = [
-                value
+                local(value)
                 for value in optimizer.state.get(weights[name], {}).values()
-                if isinstance(value, torch.Tensor) and value.shape == mask.shape
+                if isinstance(value, torch.Tensor) and value.shape == weights[name].shape
             ]
             zero_unmasked_(moments, [mask] * len(moments))
         self._handles: list[RemovableHandle] = [
@@ -51,7 +52,13 @@ class HeldMasks:
         self.remove()
 
     def _masking(self, name: str) -> Callable[[Tensor], None]:
-        return lambda weight: mask_gradients_({name: weight}, {name: self._masks[name]})
+        mask = self._masks[name]
+
+        def mask_gradient(weight: Tensor) -> None:
+            if (gradient := weight.grad) is not None:
+                zero_unmasked_([local(gradient)], [mask])
+
+        return mask_gradient
 
     def _after_step(self, *_: object) -> None:
         apply_masks_(self._weights, self._masks)
@@ -67,7 +74,8 @@ def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMask
     Args:
         optimizer: the one that trains the weights.
         weights: the compressed weights, by name.
-        masks: by the same names; weights without a mask train as usual.
+        masks: by the same names, of shards the masks of the rows here; weights without a mask train
+            as usual.
 
     Raises:
         ValueError: if a mask has no weight, another shape or another dtype, or the optimizer trains
@@ -79,10 +87,11 @@ def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMask
     for name, mask in masks.items():
         if name not in weights:
             raise ValueError(f"there is a mask for {name!r}, but only weights {', '.join(weights)}")
-        if mask.shape != weights[name].shape or mask.dtype != torch.bool:
+        shape = local(weights[name]).shape
+        if mask.shape != shape or mask.dtype != torch.bool:
             raise ValueError(
                 f"the mask of {name!r} is {mask.dtype} of shape {tuple(mask.shape)}; "
-                f"needed is torch.bool of shape {tuple(weights[name].shape)}"
+                f"needed is torch.bool of shape {tuple(shape)}"
             )
     if not any(id(weights[name]) in trained for name in masks):
         raise ValueError(f"this {type(optimizer).__name__} trains none of the weights with a mask")

@@ -12,16 +12,18 @@ Of equal keys at the threshold those that come first are kept: tensor order, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchcram.layers import Weights, part_here
 from torchcram.weights import cuda_kernels
 
 BLOCK = 1 << 20  # elements treated at a time, so that what is computed on the way stays small
-WIDTH = 11  # bits per level
+CUDA_BLOCKS = 16  # blocks in one on a GPU, where a wait costs more than memory
+WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other processes
 SAMPLE = 1 << 16  # keys that tell about where the k-th is
 SMALL = 1 << 20  # elements up to which a sample is not worth it
 _INTEGERS = {
@@ -44,6 +46,10 @@ class Shards(NamedTuple):
     rank: int
     size: int
     add_up: Callable[[Tensor], object]
+
+
+WHOLE = Shards(0, 1, lambda _: None)
+"""A tensor of which every process holds all."""
 
 
 class Threshold(NamedTuple):
@@ -72,15 +78,16 @@ def _integer(dtype: torch.dtype) -> torch.dtype:
 
 
 def keep_largest(
-    tensors: Sequence[Tensor], keep: int, *, shards: Shards | None = None
+    tensors: Sequence[Tensor], keep: int, *, shards: Shards | Sequence[Shards] | None = None
 ) -> list[Tensor]:
     """Returns masks that keep exactly the `keep` largest magnitudes of all `tensors` together.
 
     Args:
         tensors: float32, bfloat16, float16 or float64; mixed lists are compared by value.
         keep: how many to keep, between none and all.
-        shards: where the tensors are one process's stretches of the whole; `keep` then counts in
-            the whole, and the masks are the stretches of those of the whole.
+        shards: where the tensors are one process's stretches of the whole, all alike or one entry
+            for each (`WHOLE` for those that are not cut); `keep` then counts in the whole, and the
+            masks are the stretches of those of the whole.
     """
     total = sum([tensor.numel() for tensor in tensors])
     if keep < 0 or (shards is None and keep > total):
@@ -89,15 +96,19 @@ def keep_largest(
         return []
     tensors = _comparable(tensors)
     if shards is not None:
-        (threshold,) = _by_bits([_Blocks(tensors)], [keep], _bits(tensors), shards)
-        return _masks_of_shards(tensors, [threshold] * len(tensors), shards, together=True)
+        spread = _one_each(shards, tensors)
+        (threshold,) = _by_bits([_by_shards(tensors, spread)], [keep], _bits(tensors))
+        return _masks_of_shards(tensors, [threshold] * len(tensors), spread, together=True)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, [keep], (0,) * len(tensors))
     return _masks(tensors, kth_largest(tensors, keep))
 
 
 def keep_largest_each(
-    tensors: Sequence[Tensor], keep: Sequence[int], *, shards: Shards | None = None
+    tensors: Sequence[Tensor],
+    keep: Sequence[int],
+    *,
+    shards: Shards | Sequence[Shards] | None = None,
 ) -> list[Tensor]:
     """Returns masks that keep exactly the `keep[i]` largest magnitudes of each `tensors[i]`.
 
@@ -110,10 +121,10 @@ def keep_largest_each(
         if count < 0 or (shards is None and count > tensor.numel()):
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
     if shards is not None and tensors:
-        tensors = _comparable(tensors)
-        groups = [_Blocks([tensor]) for tensor in tensors]
-        thresholds = _by_bits(groups, keep, _bits(tensors), shards)
-        return _masks_of_shards(tensors, thresholds, shards, together=False)
+        tensors, spread = _comparable(tensors), _one_each(shards, tensors)
+        groups = [_by_shards([one], [how]) for one, how in zip(tensors, spread, strict=True)]
+        thresholds = _by_bits(groups, keep, _bits(tensors))
+        return _masks_of_shards(tensors, thresholds, spread, together=False)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, keep, range(len(tensors)))
     return [keep_largest([t], count)[0] for t, count in zip(tensors, keep, strict=True)]
@@ -123,15 +134,28 @@ def kth_largest(tensors: Sequence[Tensor], k: int) -> Threshold:
     """Finds the k-th largest key over all `tensors`, which share a dtype."""
     bits = _bits(tensors)
     if sum(tensor.numel() for tensor in tensors) < SMALL:
-        return _by_bits([_Blocks(tensors)], [k], bits)[0]
+        return _by_bits([{WHOLE: _Blocks(tensors)}], [k], bits)[0]
     low, high = _guess(tensors, k)
     above, blocks = 0, []
     for keys in _Blocks(tensors):
         above += int(torch.count_nonzero(keys > high))
         blocks.append(keys[(keys >= low) & (keys <= high)])
     if above < k <= above + sum(keys.numel() for keys in blocks):
-        return _by_bits([blocks], [k - above], bits)[0]
-    return _by_bits([_Blocks(tensors)], [k], bits)[0]  # the sample misled
+        return _by_bits([{WHOLE: blocks}], [k - above], bits)[0]
+    return _by_bits([{WHOLE: _Blocks(tensors)}], [k], bits)[0]  # the sample misled
+
+
+def shards_of(weights: Weights) -> list[Shards] | None:
+    """Returns how each of the local `weights` is spread; None where all of them are whole."""
+    parts = [part_here(weights, name) for name in weights]
+    if not any(parts):
+        return None
+    made = {
+        part.peers.group: Shards(part.peers.rank, part.peers.size, part.peers.add_up_)
+        for part in parts
+        if part is not None
+    }
+    return [WHOLE if part is None else made[part.peers.group] for part in parts]
 
 
 def _bits(tensors: Sequence[Tensor]) -> int:
@@ -152,31 +176,57 @@ def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
     return low, high
 
 
+def _one_each(shards: Shards | Sequence[Shards], tensors: Sequence[Tensor]) -> Sequence[Shards]:
+    return [shards] * len(tensors) if isinstance(shards, Shards) else shards
+
+
+def _by_shards(
+    tensors: Sequence[Tensor], shards: Sequence[Shards]
+) -> Mapping[Shards, Iterable[Tensor]]:
+    """The keys of `tensors`, those apart that are spread in another way."""
+    alike: dict[Shards, list[Tensor]] = {}
+    for tensor, how in zip(tensors, shards, strict=True):
+        alike.setdefault(how, []).append(tensor)
+    return {how: _Blocks(some) for how, some in alike.items()}
+
+
 def _by_bits(
-    groups: Sequence[Iterable[Tensor]],
-    ranks: Sequence[int],
-    bits: int,
-    shards: Shards | None = None,
+    groups: Sequence[Mapping[Shards, Iterable[Tensor]]], ranks: Sequence[int], bits: int
 ) -> list[Threshold]:
-    """Finds the key of the given rank in each group of blocks of keys, WIDTH bits at a time."""
+    """Finds the key of the given rank in each group of blocks of keys, a few bits at a time."""
     groups, ranks, prefixes = list(groups), list(ranks), [0] * len(groups)
-    for top in range(bits, 0, -WIDTH):
-        low = max(top - WIDTH, 0)
-        bins = 1 << (top - low)
-        counts = torch.zeros(len(groups), bins, dtype=torch.int64)
-        for count, blocks in zip(counts, groups, strict=True):
-            for keys in blocks:
-                count += torch.bincount((keys >> low) & (bins - 1), minlength=bins).cpu()
-        if shards is not None:
-            shards.add_up(counts)
+    spreads = list(dict.fromkeys(how for group in groups for how in group))
+    width = WIDTH if spreads == [WHOLE] else NARROW
+    for top in range(bits, 0, -width):
+        low = max(top - width, 0)
+        counts = torch.zeros(len(groups), 1 << (top - low), dtype=torch.int64)
+        for how in spreads:
+            counts += _count([group.get(how, ()) for group in groups], how, top, low)
         at_or_above = counts.flip(1).cumsum(1).flip(1)
         for i, rank in enumerate(ranks):
-            here = int((at_or_above[i] >= rank).sum()) - 1  # the highest bin that enough reach
-            ranks[i] -= int(at_or_above[i, here] - counts[i, here])
-            prefixes[i] = (prefixes[i] << (top - low)) | here
+            bin_ = int((at_or_above[i] >= rank).sum()) - 1  # the highest that enough reach
+            ranks[i] -= int(at_or_above[i, bin_] - counts[i, bin_])
+            prefixes[i] = (prefixes[i] << (top - low)) | bin_
             if low:
-                groups[i] = [keys[(keys >> low) == prefixes[i]] for keys in groups[i]]
+                groups[i] = {
+                    how: [keys[(keys >> low) == prefixes[i]] for keys in blocks]
+                    for how, blocks in groups[i].items()
+                }
     return [Threshold(*found) for found in zip(prefixes, ranks, strict=True)]
+
+
+def _count(groups: Sequence[Iterable[Tensor]], how: Shards, top: int, low: int) -> Tensor:
+    """Counts the keys of each group by their bits from `low` to `top`, over all processes."""
+    bins = 1 << (top - low)
+    counts = []
+    for blocks in groups:
+        found = [torch.bincount((keys >> low) & (bins - 1), minlength=bins) for keys in blocks]
+        device = found[0].device if found else None
+        none = torch.zeros(bins, dtype=torch.int64, device=device)
+        counts.append(sum((one.to(device) for one in found), none))
+    together = torch.stack([count.to(counts[0].device) for count in counts])
+    how.add_up(together)
+    return together.cpu()
 
 
 class _Blocks:
@@ -187,8 +237,12 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[Tensor]:
         for run in _runs(self.tensors):
-            for block in _flat(run).split(BLOCK):
+            for block in _flat(run).split(_block(run[0])):
                 yield magnitude_keys(block)
+
+
+def _block(tensor: Tensor) -> int:
+    return BLOCK * CUDA_BLOCKS if tensor.is_cuda else BLOCK
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -196,7 +250,7 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     run: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if run and (size + tensor.numel() > BLOCK or tensor.device != run[0].device):
+        if run and (size + tensor.numel() > _block(tensor) or tensor.device != run[0].device):
             yield run
             run, size = [], 0
         run.append(tensor)
@@ -214,7 +268,7 @@ def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
     room, masks = threshold.ties, []
     for run in _runs(tensors):
         flat = torch.empty(sum(t.numel() for t in run), dtype=torch.bool, device=run[0].device)
-        for block, mask in zip(_Blocks(run), flat.split(BLOCK), strict=True):
+        for block, mask in zip(_Blocks(run), flat.split(_block(run[0])), strict=True):
             torch.gt(block, threshold.key, out=mask)
             tied = block == threshold.key
             if found := int(torch.count_nonzero(tied)):
@@ -229,28 +283,46 @@ def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
 
 
 def _masks_of_shards(
-    tensors: Sequence[Tensor], thresholds: Sequence[Threshold], shards: Shards, *, together: bool
+    tensors: Sequence[Tensor],
+    thresholds: Sequence[Threshold],
+    shards: Sequence[Shards],
+    *,
+    together: bool,
 ) -> list[Tensor]:
     """Masks of one process's stretches: ties that come earlier in the whole are kept first.
 
     Args:
         tensors: the stretches.
         thresholds: one for each; the same for all where they are ranked `together`.
-        shards: how they are spread.
+        shards: how each is spread.
         together: whether ties in one tensor come before those in the next.
     """
-    found = torch.zeros(shards.size, len(tensors), dtype=torch.int64)
-    for i, (tensor, threshold) in enumerate(zip(tensors, thresholds, strict=True)):
-        tied = [torch.count_nonzero(keys == threshold.key) for keys in _Blocks([tensor])]
-        found[shards.rank, i] = int(torch.stack(tied).sum())
-    shards.add_up(found)
-    earlier = found[: shards.rank].sum(0)
+    here = torch.tensor([_ties(*pair) for pair in zip(tensors, thresholds, strict=True)])
+    everywhere = torch.zeros_like(here)
+    for how in dict.fromkeys(shards):
+        found = torch.where(torch.tensor([one == how for one in shards]), here, 0)
+        how.add_up(found)
+        everywhere += found
+    room = torch.tensor([threshold.ties for threshold in thresholds])
     if together:
-        earlier += found.sum(0).cumsum(0) - found.sum(0)
+        room -= everywhere.cumsum(0) - everywhere
+    cut = ((room > 0) & (room < everywhere)).tolist()  # who comes first matters there only
+    for how in dict.fromkeys(shards):
+        which = [i for i, one in enumerate(shards) if one == how and cut[i]]
+        by_rank = torch.zeros(how.size, len(which), dtype=torch.int64)
+        by_rank[how.rank] = here[which]
+        if which:
+            how.add_up(by_rank)
+        room[which] -= by_rank[: how.rank].sum(0)
     return [
-        _masks([tensor], Threshold(threshold.key, max(threshold.ties - int(before), 0)))[0]
-        for tensor, threshold, before in zip(tensors, thresholds, earlier, strict=True)
+        _masks([tensor], Threshold(threshold.key, max(int(left), 0)))[0]
+        for tensor, threshold, left in zip(tensors, thresholds, room, strict=True)
     ]
+
+
+def _ties(tensor: Tensor, threshold: Threshold) -> int:
+    found = [torch.count_nonzero(keys == threshold.key) for keys in _Blocks([tensor])]
+    return int(torch.stack(found).sum())
 
 
 def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

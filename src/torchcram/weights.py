@@ -4,53 +4,33 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from torchcram.layers import LayerWeights, Masks, Weights, local_weights, reduction_last
+from torchcram.sharded import fsdp_modules, local, part_of, reshard
+
 if TYPE_CHECKING:
     from types import ModuleType
 
-Weights = Mapping[str, Tensor]
-"""Compressible weights by parameter name; a tied weight appears once."""
-
-Masks = Mapping[str, Tensor]
-"""Boolean masks with the keys and shapes of the weights; True keeps."""
-
-
-class LayerWeights(dict[str, Tensor]):
-    """Weights that remember which of their layers are transposed convolutions, and their groups.
-
-    Operators work on any mapping; this one also tells them where the outputs and inputs of each
-    weight are. Weights in a plain mapping count as those of Linear and ordinary convolution layers.
-    """
-
-    def __init__(self, weights: Weights, transposed: Mapping[str, int] | None = None) -> None:
-        super().__init__(weights)
-        self.transposed = dict(transposed or {})
-
-
-def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) -> Tensor:
-    """Views a weight as (groups, outputs, *kernel positions, inputs): sums run over the last one.
-
-    Args:
-        weights: all weights.
-        name: of the one to view.
-        tensor: something of its shape, its mask say, to view in its stead.
-    """
-    tensor = weights[name] if tensor is None else tensor
-    if tensor.dim() < 2:
-        shape = tuple(tensor.shape)
-        raise ValueError(f"{name!r} of shape {shape} has no output and input dimension")
-    transposed: Mapping[str, int] = getattr(weights, "transposed", {})
-    groups = transposed.get(name)
-    if groups is None:  # (outputs, inputs, *kernel)
-        return tensor.unsqueeze(0).movedim(2, -1)
-    view: Tensor = tensor.unflatten(0, (groups, -1))  # (groups, inputs, outputs, *kernel)
-    return view.movedim(1, -1)
+__all__ = [
+    "LayerWeights",
+    "Masks",
+    "Weights",
+    "apply_masks_",
+    "compressible_weights",
+    "cuda_kernels",
+    "mask_gradients_",
+    "masks_of",
+    "reduction_last",
+    "sparsity",
+    "weights_in",
+    "zero_unmasked_",
+]
 
 
 def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
@@ -61,6 +41,7 @@ def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
     """
     if weights is None:
         return compressible_weights(model)
+    reshard(fsdp_modules(model))
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():
         if parameters.get(name) is not weight:
@@ -116,6 +97,7 @@ def compressible_weights(
 
 
 def _layer_weights(model: nn.Module) -> LayerWeights:
+    reshard(fsdp_modules(model))  # gathered copies are no parameters
     embeddings = {
         id(weight)
         for module in model.modules()
@@ -148,27 +130,38 @@ def _pattern(option: str, pattern: str) -> re.Pattern[str]:
 
 
 def sparsity(weights: Weights) -> float:
-    """Returns the fraction of zeros in `weights`."""
+    """Returns the fraction of zeros in `weights`; all processes call it where they are sharded."""
     total = sum(weight.numel() for weight in weights.values())
     if total == 0:
         raise ValueError("the sparsity of no weights at all is not defined")
-    return 1 - sum(int(torch.count_nonzero(weight)) for weight in weights.values()) / total
+    return 1 - sum(_count_nonzero(name, weight) for name, weight in weights.items()) / total
+
+
+def _count_nonzero(name: str, weight: Tensor) -> int:
+    found = torch.count_nonzero(local(weight))
+    part = part_of(name, weight)
+    if part is not None:
+        part.peers.add_up_(found)
+    return int(found)
 
 
 def masks_of(weights: Weights) -> dict[str, Tensor]:
-    """Recovers the masks of compressed `weights` from their zeros."""
-    return {name: weight.detach() != 0 for name, weight in weights.items()}
+    """Recovers the masks of compressed `weights` from their zeros; of a shard, its own mask."""
+    return {name: local(weight).detach() != 0 for name, weight in weights.items()}
 
 
 @torch.no_grad()
 def apply_masks_(weights: Weights, masks: Masks) -> None:
     """Zeroes `weights` where their masks are False, in place; no sign or NaN survives there."""
+    weights = local_weights(weights)
     zero_unmasked_([weights[name] for name in masks], list(masks.values()))
 
 
 def mask_gradients_(weights: Weights, masks: Masks) -> None:
     """Zeroes the gradients of `weights`, where there are any, where `masks` are False."""
     found = {name: grad for name in masks if (grad := weights[name].grad) is not None}
+    if getattr(weights, "sharded", False):
+        found = {name: local(grad) for name, grad in found.items()}
     zero_unmasked_(list(found.values()), [masks[name] for name in found])
 
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 
-import pytest
 import torch
 from ranks import assert_same_on_all_ranks, run_ranks
 from torch import nn
@@ -198,19 +197,3 @@ def _state_and_nan(rank):
 
 def test_resume_and_a_nan_on_one_rank():
     assert run_ranks(RANKS, _state_and_nan) == RANKS
-
-
-def _sharded(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
-    before = [p.to_local().clone() for p in module.parameters()]
-    with pytest.raises(ValueError, match=r"'0\.weight' is sharded over processes"):
-        CrAM(module, SGD(module.parameters(), lr=0.1), "global:0.5")
-    assert all(map(torch.equal, before, [p.to_local() for p in module.parameters()])), rank
-
-
-def test_sharded_parameters_are_refused_by_name():
-    assert run_ranks(RANKS, _sharded) == RANKS

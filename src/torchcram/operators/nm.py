@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
 from torchcram.operators.base import Sparsifier
 from torchcram.selection import magnitude_keys
-from torchcram.weights import reduction_last
+from torchcram.sharded import complete_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from torchcram.sharded import Part
     from torchcram.weights import Masks, Weights
 
 
@@ -42,17 +44,25 @@ class NM(Sparsifier):
     @torch.no_grad()
     def select(self, scores: Weights) -> Masks:
         """Keeps the largest scores of every group; ties go to the earlier one."""
+        scores = local_weights(scores)
         masks, dense = {}, []
         for name, score in scores.items():
-            view = reduction_last(scores, name)
             masks[name] = torch.ones_like(score, dtype=torch.bool)
-            if view.shape[-1] % self.group:
+            if count_inputs(scores, name) % self.group:
                 dense.append(name)
+            elif (part := cut_inputs(scores, name)) is not None:
+                masks[name].copy_(self._select_rows(score, part))
             else:
+                view = reduction_last(scores, name)
                 reduction_last(scores, name, masks[name]).copy_(self._select(view))
         if dense:
             _warn_left_dense(self, tuple(dense))
         return masks
+
+    def _select_rows(self, scores: Tensor, part: Part) -> Tensor:
+        rows, before = complete_blocks(scores, part, self.group)
+        kept = self._select(rows.movedim(0, -1)).movedim(-1, 0)
+        return kept[before : before + len(scores)]
 
     def _select(self, scores: Tensor) -> Tensor:
         key = magnitude_keys(scores).unflatten(-1, (-1, self.group))  # (..., groups, group)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
 from torchcram.operators.base import Operator
-from torchcram.weights import reduction_last
+from torchcram.sharded import block_maxima
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from torchcram.sharded import Part
     from torchcram.weights import Weights
 
 
@@ -53,14 +55,19 @@ class Quantize(Operator):
     @torch.no_grad()
     def compress_(self, weights: Weights) -> None:
         """Rounds every weight in place; there is no mask."""
-        views = {name: reduction_last(weights, name) for name in weights}
+        weights = local_weights(weights)
+        inputs = {name: count_inputs(weights, name) for name in weights}
         whole = []
-        for name, view in views.items():
+        for name, weight in weights.items():
             size = self.group_size
-            if size is not None and view.shape[-1] % size:
+            if size is not None and inputs[name] % size:
                 whole.append(name)
                 size = None
-            view.copy_(self._round(view, size))
+            if (part := cut_inputs(weights, name)) is not None:
+                weight.copy_(self._round_rows(weight, part, size, inputs[name]))
+            else:
+                view = reduction_last(weights, name)
+                view.copy_(self._round(view, size))
         if whole:
             _warn_whole_channels(self, tuple(whole))
 
@@ -68,9 +75,24 @@ class Quantize(Operator):
         # (groups, outputs, kernel x inputs), or the inputs in groups of group_size
         rows = view.flatten(2) if group_size is None else view.unflatten(-1, (-1, group_size))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        scale = rows.abs().amax(-1, keepdim=True) / self.levels
-        scale = torch.where(scale == 0, 1, scale)
+        scale = self._scale(rows.abs().amax(-1, keepdim=True))
         return (rows / scale).round_().mul_(scale).reshape(view.shape)
+
+    def _round_rows(
+        self, weight: Tensor, part: Part, group_size: int | None, inputs: int
+    ) -> Tensor:
+        rows = weight.to(torch.promote_types(weight.dtype, torch.float32))  # inputs, outputs, ...
+        sizes = rows.abs()
+        if group_size is None:  # one scale for all positions of the kernel
+            sizes = sizes.flatten(2).amax(2).unflatten(1, (-1, *[1] * (rows.dim() - 2)))
+        block = inputs if group_size is None else group_size
+        scale = self._scale(block_maxima(sizes, part, block))
+        scale = scale[torch.arange(part.here.start, part.here.stop, device=scale.device) // block]
+        return (rows / scale).round_().mul_(scale)
+
+    def _scale(self, largest: Tensor) -> Tensor:
+        scale = largest / self.levels
+        return torch.where(scale == 0, 1, scale)
 
     def __str__(self) -> str:
         return f"int{self.bits}" + (f":g{self.group_size}" if self.group_size else "")

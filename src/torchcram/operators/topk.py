@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.layers import local_weights, whole_shape
 from torchcram.operators.base import Sparsifier
-from torchcram.selection import count_kept, keep_largest, keep_largest_each
+from torchcram.selection import count_kept, keep_largest, keep_largest_each, shards_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,8 +74,10 @@ class GlobalTopK(_TopK):
 
     def select(self, scores: Weights) -> Masks:
         """Keeps the largest scores of all layers together."""
-        total = sum(score.numel() for score in scores.values())
-        masks = keep_largest(list(scores.values()), count_kept(total, self.level))
+        scores = local_weights(scores)
+        total = sum(whole_shape(scores, name).numel() for name in scores)
+        keep = count_kept(total, self.level)
+        masks = keep_largest(list(scores.values()), keep, shards=shards_of(scores))
         return dict(zip(scores, masks, strict=True))
 
     def __str__(self) -> str:
@@ -87,8 +90,10 @@ class UniformTopK(_TopK):
 
     def select(self, scores: Weights) -> Masks:
         """Keeps the largest scores of every layer."""
-        keep = [count_kept(score.numel(), self.level) for score in scores.values()]
-        return dict(zip(scores, keep_largest_each(list(scores.values()), keep), strict=True))
+        scores = local_weights(scores)
+        keep = [count_kept(whole_shape(scores, name).numel(), self.level) for name in scores]
+        masks = keep_largest_each(list(scores.values()), keep, shards=shards_of(scores))
+        return dict(zip(scores, masks, strict=True))
 
     def __str__(self) -> str:
         return self._text("uniform")

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from torchcram.optim.spread import Spread
+
 
 class Backup:
     """Copies of parameters, in memory that is allocated once and used again at every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, spread: Spread) -> None:
+        self._spread = spread
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (parameter, copy)
         self._saved: tuple[list[Tensor], list[Tensor]] = ([], [])
 
@@ -23,9 +26,10 @@ class Backup:
     def save(self, parameters: Iterable[Tensor]) -> None:
         """Copies `parameters`."""
         saved = list(parameters)
-        copies = [self._memory(parameter) for parameter in saved]
+        here = self._spread.here(saved)
+        copies = [self._memory(*pair) for pair in zip(saved, here, strict=True)]
         if saved:
-            torch._foreach_copy_(copies, saved)
+            torch._foreach_copy_(copies, here)
         self._saved = (saved, copies)
 
     @torch.no_grad()
@@ -33,12 +37,12 @@ class Backup:
         """Puts back, bit for bit, what was saved last."""
         (saved, copies), self._saved = self._saved, ([], [])
         if saved:
-            torch._foreach_copy_(saved, copies)
+            torch._foreach_copy_(self._spread.here(saved), copies)
 
-    def _memory(self, parameter: Tensor) -> Tensor:
+    def _memory(self, parameter: Tensor, here: Tensor) -> Tensor:
         held = self._copies.get(id(parameter))
-        if held is None or held[0] is not parameter or _kind(held[1]) != _kind(parameter):
-            held = (parameter, torch.empty_like(parameter))
+        if held is None or held[0] is not parameter or _kind(held[1]) != _kind(here):
+            held = (parameter, torch.empty_like(here))
             self._copies[id(parameter)] = held
         return held[1]
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+    from torch.amp import GradScaler
 
     from torchcram.operators import Operator
 
@@ -40,6 +41,17 @@ def check_arguments(
         raise ValueError(f"base_step_probability={base_step_probability!r} is not in [0, 1]")
 
 
+def check_ascent(norm: float | None, rule: UpdateRule, *, normalize: bool) -> None:
+    """Raises ValueError unless `max_ascent_norm` is of use."""
+    if norm is None:
+        return
+    if not isinstance(norm, (int, float)) or not norm > 0:
+        raise ValueError(f"max_ascent_norm={norm!r} is neither None nor positive")
+    if normalize or not any(one.ascend for one in rule.passes):
+        how = "along g/|g|, of length 1" if normalize else "nowhere"
+        raise ValueError(f"max_ascent_norm={norm!r} is of no use: {rule.name} here ascends {how}")
+
+
 def check_rule(rule: object) -> None:
     """Raises ValueError unless `rule` is one."""
     if not isinstance(rule, UpdateRule):
@@ -47,17 +59,18 @@ def check_rule(rule: object) -> None:
         raise ValueError(f"rule={rule!r} is not an UpdateRule; torchcram has those of {names}")
 
 
+def check_still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    """Raises RuntimeError if `scaler` has unscaled g already: the next pass would add to it."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
+        raise RuntimeError("unscale_() was called before compressed(): call it after, on g~")
+
+
 def _check_base(model: nn.Module, base: Optimizer) -> None:
     if not isinstance(base, Optimizer):
         raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")
     if isinstance(base, LBFGS):
         raise ValueError("LBFGS calls the closure itself and cannot be the base optimizer")
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):  # a DTensor, whose module takes long to import
-            raise ValueError(
-                f"parameter {name!r} is sharded over processes (FSDP, tensor parallel), which is "
-                "not supported; parameters that every process holds whole (DDP) are"
-            )
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(base.param_groups):
         for place, parameter in enumerate(group["params"]):

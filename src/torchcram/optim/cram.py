@@ -15,17 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.batchnorm import frozen_statistics
+from torchcram.layers import LayerWeights, Masks, Weights, local_weights
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
+from torchcram.optim.agreement import require_alike
 from torchcram.optim.backup import Backup
-from torchcram.optim.checks import check_arguments, check_rule
+from torchcram.optim.checks import (
+    check_arguments,
+    check_ascent,
+    check_rule,
+    check_still_scaled,
+)
 from torchcram.optim.draws import Draw, Draws
 from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
 from torchcram.optim.randomness import Randomness
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
+from torchcram.optim.spread import Spread
 from torchcram.optim.wrapper import Wrapper
-from torchcram.weights import LayerWeights, Masks, Weights, mask_gradients_, weights_in
+from torchcram.weights import mask_gradients_, weights_in
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -46,6 +54,8 @@ class CrAM(Wrapper):
         rule: one of `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK`, `TOPK_PLUS`.
         sparse_gradients: multiply by M where the rule says so; False never does.
         normalize: ascend along g/|g|; None leaves it to the rule.
+        max_ascent_norm: ascend along g scaled down to at most this norm, as `clip_grad_norm_` does;
+            what CrAM+ adds is g as it is. None leaves g alone.
         mask_interval: compute the mask of an operator anew only at every so many of its uses.
         base_step_probability: the probability of a plain step of `base` instead.
         weights: what to compress; by default all `compressible_weights(model)`.
@@ -68,6 +78,7 @@ class CrAM(Wrapper):
         rule: UpdateRule = CRAM_PLUS,
         sparse_gradients: bool = True,
         normalize: bool | None = None,
+        max_ascent_norm: float | None = None,
         mask_interval: int = 1,
         base_step_probability: float = 0.0,
         weights: Weights | None = None,
@@ -78,6 +89,7 @@ class CrAM(Wrapper):
         check_rule(rule)
         given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
         drawn = tuple(as_operator(operator) for operator in given)
+        self._spread = Spread(model)
         check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
         super().__init__(base)
         self.model = model
@@ -86,15 +98,18 @@ class CrAM(Wrapper):
         self.rule = rule
         self.sparse_gradients = sparse_gradients
         self.normalize = rule.normalize if normalize is None else normalize
+        check_ascent(max_ascent_norm, rule, normalize=self.normalize)
+        self.max_ascent_norm = max_ascent_norm
         self.base_step_probability = base_step_probability
         self.replay_randomness = replay_randomness
         self.check_finite = check_finite
         self._draws = Draws(drawn if rule.compresses else (), mask_interval, seed)
         self._draw = Draw()  # what this step is
-        self._guard = FiniteGuard(base)
-        self._backup = Backup()
+        self._guard = FiniteGuard(base, self._spread)
+        self._backup = Backup(self._spread)
         self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
         self._inside = False  # a compressed pass
+        require_alike(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -140,6 +155,7 @@ class CrAM(Wrapper):
             False in a plain base step (`base_step_probability`): what is run inside does not count.
         """
         self._require_outside()
+        check_still_scaled(self, grad_scaler)
         by_group = gradients.take_gradients(self.param_groups)
         g = [pair for group in by_group for pair in group]
         masks = None
@@ -150,17 +166,19 @@ class CrAM(Wrapper):
             if one is not None and one.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if one is not None and one.compress:
-                masks = self._draws.compress_(self._draw, self.weights, at=len(self._pending))
-            torch.clear_autocast_cache()  # which may hold copies of w
+                here = local_weights(self.weights)
+                masks = self._draws.compress_(self._draw, here, at=len(self._pending))
+            self._forget_copies()  # of w
             with frozen_statistics(self.model):  # w~ = C(w + rho g)
                 yield one is not None
             self._require_gradients(one)
         except BaseException:
+            self._spread.recover()
             self._abandon(g)
             raise
         finally:
             self._backup.restore()  # w
-            torch.clear_autocast_cache()
+            self._forget_copies()  # of w~
             self._inside = False
         self._pending.pop(0)
         self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
@@ -190,16 +208,18 @@ class CrAM(Wrapper):
 
     def _ascend_(self, g: list[Gradients], scaler: GradScaler | None) -> None:
         """Moves w to w + rho g, or to w + rho g/|g|; a loss scale in g does not count."""
+        found = [pair for group in g for pair in group]
         unit: float | Tensor = 1.0
-        found = [gradient for group in g for _, gradient in group]
         if self.normalize:
-            length = gradients.norm(found, 2)
-            unit = torch.where(length == 0, 0, 1 / length)
+            unit = gradients.one_over(self._spread.norm(found))
         elif scaler is not None and scaler.is_enabled():
-            unit = 1 / scaler.scale(torch.ones((), device=found[0].device))
+            unit = 1 / scaler.scale(torch.ones((), device=found[0][1].device))
+        if self.max_ascent_norm is not None:
+            unit = unit * gradients.clipping(self._spread.norm(found) * unit, self.max_ascent_norm)
         for group, pairs in zip(self.param_groups, g, strict=True):
-            along = [gradient for _, gradient in pairs]
-            gradients.add_scaled_([p for p, _ in pairs], along, self._rho_of(group) * unit)
+            w = self._spread.here([parameter for parameter, _ in pairs])
+            along = self._spread.here([gradient for _, gradient in pairs])
+            gradients.add_scaled_(w, along, self._rho_of(group) * unit)
 
     def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
         """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
@@ -210,7 +230,7 @@ class CrAM(Wrapper):
         if one.mask and self.sparse_gradients and masks is not None:
             mask_gradients_(self.weights, masks)
         if one.plus:
-            gradients.add_gradients(g)
+            gradients.add_gradients(g, self._spread)
 
     def _check_finite(self, one: Pass | None, g: Gradients, scaler: GradScaler | None) -> None:
         """Refuses gradients that are not finite, or leaves it to the scaler, which sees `.grad`."""
@@ -221,12 +241,12 @@ class CrAM(Wrapper):
         left = gradients.gradients_of(self._parameters())
         hidden = [] if one is None or one.plus else g  # where g~ does not hold g
         if scaled:
-            carry_overflow(hidden, into=left)
-            if self._draws.mask_interval > 1 and not all_finite(g):
+            carry_overflow(hidden, into=left, spread=self._spread)
+            if self._draws.mask_interval > 1 and not all_finite(g, self._spread):
                 self._draws.forget(self.operator)
         elif not self._guard.admits(hidden + left):
             self._abandon(left)
-            raise_not_finite(hidden + left, self.model)
+            raise_not_finite(hidden + left, self.model, self._spread)
 
     def _abandon(self, found: Gradients) -> None:
         """Ends a step half-way: no pass is left, no mask of it is kept."""
@@ -235,6 +255,11 @@ class CrAM(Wrapper):
         self._draws.forget(self.operator)
         self.zero_grad()
         gradients.put_gradients(found)
+
+    def _forget_copies(self) -> None:
+        """Drops what autocast and FSDP have made of the weights."""
+        torch.clear_autocast_cache()
+        self._spread.reshard()
 
     def _require_no_pass_left(self) -> None:
         if self._pending:
@@ -267,13 +292,14 @@ class CrAM(Wrapper):
 
     def _load_extra_state(self, state: dict[str, Any]) -> None:
         if "cram" in state:
-            self._draws.load_state_dict(state["cram"], self.weights)
+            self._draws.load_state_dict(state["cram"], local_weights(self.weights))
         self._pending = []
         self._guard.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        scratch = {"_backup": Backup(), "_guard": FiniteGuard(self.base), "_pending": []}
-        return {**super().__getstate__(), **scratch, "_inside": False}
+        backup, guard = Backup(self._spread), FiniteGuard(self.base, self._spread)
+        scratch = {"_backup": backup, "_guard": guard, "_pending": [], "_inside": False}
+        return {**super().__getstate__(), **scratch}
 
     def __repr__(self) -> str:
         operators = ", ".join(map(str, self.operators))

@@ -47,6 +47,7 @@ class Draws:
         self.operators = tuple(operators)
         self.mask_interval = mask_interval
         self._arranged: Draw | None = None  # what steps are, instead of what is drawn
+        self.seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._uses: Counter[Operator] = Counter()
         self._masks: dict[tuple[Operator, int], Masks] = {}  # by operator and pass of the rule

@@ -12,32 +12,49 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from torchcram.optim.spread import Spread
 
-def all_finite(gradients: Gradients) -> bool:
+
+def all_finite(gradients: Gradients, spread: Spread) -> bool:
     """Returns whether no gradient holds NaN or infinity; waits for the device."""
-    return bool(torch.isfinite(norm([gradient for _, gradient in gradients], torch.inf)))
+    return not bool(_by_norm(gradients, spread))
 
 
-def carry_overflow(g: Gradients, into: Gradients) -> None:
+def carry_overflow(g: Gradients, *, into: Gradients, spread: Spread) -> None:
     """Makes `into` NaN where it does not hold `g` itself and `g` is not finite."""
-    if g and into:
-        into[0][1].add_(norm([gradient for _, gradient in g], torch.inf) * 0)  # NaN, or 0
+    if not g:
+        return
+    bad = _by_norm(g, spread)
+    for gradient in spread.here([gradient for _, gradient in into]):
+        if gradient.numel():
+            gradient.add_(torch.where(bad.to(gradient.device), torch.nan, 0.0))
+            return
 
 
-def raise_not_finite(gradients: Gradients, model: nn.Module) -> NoReturn:
-    """Says which gradients are not finite."""
-    bad = {id(p) for p, gradient in gradients if not bool(torch.isfinite(gradient).all())}
-    names = ", ".join(name for name, p in model.named_parameters() if id(p) in bad)
+def raise_not_finite(gradients: Gradients, model: nn.Module, spread: Spread) -> NoReturn:
+    """Says which gradients are not finite, here or on another process."""
+    here = spread.here([gradient for _, gradient in gradients])
+    finite = [bool(torch.isfinite(gradient).all()) for gradient in here]
+    bad = {id(p) for (p, _), good in zip(gradients, finite, strict=True) if not good}
+    named = dict(model.named_parameters())
+    flags = spread.any_of(torch.tensor([id(p) in bad for p in named.values()]))
+    names = ", ".join(name for name, flag in zip(named, flags, strict=True) if flag)
     raise FloatingPointError(f"NaN or infinite gradient, no step taken; in: {names}")
 
 
-def _any_not_finite(gradients: Gradients) -> Tensor:
-    """Returns 1.0 if a gradient holds NaN or infinity, else 0.0, by the call that GradScaler uses.
+def _by_norm(gradients: Gradients, spread: Spread) -> Tensor:
+    """Returns whether a gradient holds NaN or infinity, on any process."""
+    length = norm(spread.here([gradient for _, gradient in gradients]), torch.inf)
+    return spread.any_of(torch.isfinite(length).logical_not())
+
+
+def _any_not_finite(gradients: Gradients, spread: Spread) -> Tensor:
+    """Returns 1.0 where `_by_norm` gives True, else 0.0, by the call that GradScaler uses.
 
     That call also multiplies, here by one; unlike norms, it takes next to no time of the host.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for _, gradient in gradients:
+    for gradient in spread.here([gradient for _, gradient in gradients]):
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     found = []
     for (device, _), group in alike.items():
@@ -48,7 +65,7 @@ def _any_not_finite(gradients: Gradients) -> Tensor:
     first, *others = found
     for bad in others:
         first = torch.maximum(first, bad.to(first.device))
-    return first
+    return spread.any_of(first)
 
 
 class FiniteGuard:
@@ -59,8 +76,9 @@ class FiniteGuard:
     and learns of it one step later.
     """
 
-    def __init__(self, base: Optimizer) -> None:
+    def __init__(self, base: Optimizer, spread: Spread) -> None:
         self._base = base
+        self._spread = spread
         self._bad: Tensor | None = None  # 1.0 if the gradients at hand are not finite
         self._earlier: tuple[Tensor, torch.cuda.Event] | None = None  # that of the step before
         self._left_out: Tensor | None = None  # how many steps of CUDA graphs
@@ -93,8 +111,8 @@ class FiniteGuard:
         """Returns False if `gradients` are not finite; True may be left for `step` to see."""
         skips = getattr(self._base, "_step_supports_amp_scaling", False)
         if not (skips and all(gradient.is_cuda for _, gradient in gradients)):
-            return all_finite(gradients)
-        self._bad = _any_not_finite(gradients)
+            return all_finite(gradients, self._spread)
+        self._bad = _any_not_finite(gradients, self._spread)
         return True
 
     def step(self) -> None:

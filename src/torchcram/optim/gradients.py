@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from torchcram.optim.spread import Spread
+
 Gradients = list[tuple["Tensor", "Tensor"]]
 
 
@@ -47,7 +49,7 @@ def put_gradients(gradients: Gradients) -> None:
         parameter.grad = gradient
 
 
-def add_gradients(gradients: Gradients) -> None:
+def add_gradients(gradients: Gradients, spread: Spread) -> None:
     """Adds gradients to what `.grad` holds."""
     ours, theirs = [], []
     for parameter, gradient in gradients:
@@ -57,6 +59,7 @@ def add_gradients(gradients: Gradients) -> None:
         else:
             ours.append(second)
             theirs.append(gradient)
+    ours, theirs = spread.here(ours), spread.here(theirs)
     pointers = [gradient.data_ptr() for gradient in theirs]
     for second, pointer in zip(ours, pointers, strict=True):
         if second.data_ptr() == pointer and pointer:
@@ -96,3 +99,13 @@ def norm(tensors: list[Tensor], order: float) -> Tensor:
         each = [one.to(each[0].device) for one in each]
     together: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
     return together
+
+
+def one_over(length: Tensor) -> Tensor:
+    """Returns 1 / length, and 0 for a gradient of length 0."""
+    return torch.where(length == 0, 0, 1 / length)
+
+
+def clipping(length: Tensor, most: float) -> Tensor:
+    """Returns what `clip_grad_norm_` multiplies a gradient by that is longer than `most`."""
+    return (most / (length + 1e-6)).clamp(max=1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchcram.layers import local_weights
 from torchcram.optim.cram import CrAM
 from torchcram.optim.draws import Draw
 
@@ -102,6 +103,8 @@ class GraphedStep:
 
 
 def _prepare(cram: CrAM, device: torch.device) -> None:
+    if cram._spread.everyone:
+        raise ValueError("a step over sharded parameters asks other processes: not to be captured")
     for operator in cram._draws.operators:
         if operator.is_range:
             raise ValueError(f"{operator} is another operator at every step: not to be captured")
@@ -132,7 +135,7 @@ def _unchanged(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
                 else:
                     tensor.zero_()
         if isinstance(optimizer, CrAM) and draws is not None:
-            optimizer._draws.rewind(draws, optimizer.weights)
+            optimizer._draws.rewind(draws, local_weights(optimizer.weights))
         optimizer.zero_grad()
         torch.cuda.set_rng_state(random[0], device)
         torch.set_rng_state(random[1])

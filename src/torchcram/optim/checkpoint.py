@@ -1,0 +1,157 @@
+"""Checkpoints by `torch.distributed.checkpoint`, for any number of processes before and after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchcram.layers import local_weights
+from torchcram.optim.draws import pack_bits, unpack_bits
+from torchcram.sharded import is_sharded, local
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from torchcram.optim.cram import CrAM
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # as torch leaves them out of names, too
+
+
+class TrainingState(Stateful):
+    """All that training depends on, for `torch.distributed.checkpoint` to save and load.
+
+        dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=folder)
+        dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=folder)
+
+    Weights, moments and masks are saved as they are sharded; training may go on with other shards,
+    with none, or under DDP, and draws the operators that it would have drawn. Model, optimizer,
+    operators, rule and `mask_interval` are to be the same.
+
+    Args:
+        model: that is trained, wrapped or not.
+        optimizer: that trains it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: CrAM) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, in tensors that a checkpoint may also be loaded into."""
+        self.optimizer._spread.reshard()
+        state = self.optimizer._extra_state()["cram"]
+        kept = {(operator, at): masks for operator, at, masks in state["masks"]}
+        slots = self._slots()
+        draws = {
+            "generator": state["generator"].numpy().tobytes().hex(),
+            "uses": state["uses"],
+            "slots": [slot if slot in kept else None for slot in slots],
+        }
+        optimizer: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer.base)
+        self._begin_states(optimizer["state"])
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": optimizer,
+            "draws": json.dumps(draws),
+            "masks": {
+                str(byte): self._bytes([kept.get(slot) for slot in slots[byte : byte + 8]])
+                for byte in range(0, len(slots), 8)
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a state."""
+        set_model_state_dict(self.model, state_dict["model"])
+        set_optimizer_state_dict(
+            self.model, self.optimizer.base, optim_state_dict=state_dict["optimizer"]
+        )
+        draws = json.loads(state_dict["draws"])
+        generator = torch.frombuffer(bytearray.fromhex(draws["generator"]), dtype=torch.uint8)
+        masks = []
+        for number, slot in enumerate(draws["slots"]):
+            if slot is not None:
+                held = state_dict["masks"][str(number // 8 * 8)]
+                masks.append((*slot, self._bits(held, number % 8)))
+        state = {"generator": generator, "uses": draws["uses"], "masks": masks}
+        self.optimizer._load_extra_state({"cram": state})
+
+    def _slots(self) -> list[tuple[str, int]]:
+        """Every operator in every pass of the rule: there may be a mask to keep for it."""
+        optimizer = self.optimizer
+        if optimizer._draws.mask_interval == 1:
+            return []
+        passes = range(len(optimizer.rule.passes), 0, -1)
+        return [(str(operator), at) for operator in optimizer.operators for at in passes]
+
+    def _bytes(self, packed: list[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
+        """Puts up to eight masks of each weight into one byte per entry, sharded as the weight."""
+        here = local_weights(self.optimizer.weights)
+        found = {}
+        for name, weight in self.optimizer.weights.items():
+            bits = torch.zeros_like(here[name], dtype=torch.uint8)
+            for place, masks in enumerate(packed):
+                if masks is not None and name in masks:
+                    bits |= unpack_bits(masks[name], here[name]).to(torch.uint8) << place
+            found[_plain(self.model, name)] = _sharded_as(weight, bits)
+        return found
+
+    def _bits(self, held: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+        names = {name: _plain(self.model, name) for name in self.optimizer.weights}
+        return {name: pack_bits((local(held[plain]) >> place) & 1) for name, plain in names.items()}
+
+    def _begin_states(self, states: dict[str, Any]) -> None:
+        """Adds states of zeros for parameters that have had no gradient yet.
+
+        An optimizer that a checkpoint is to be loaded into has states of all parameters.
+        """
+        if not states:
+            return
+        name, known = next(iter(states.items()))
+        parameters = dict(self._trained())
+        shape = parameters[name].shape
+        for other in parameters.keys() - states.keys():
+            states[other] = {
+                key: torch.zeros_like(parameters[other] if value.shape == shape else value)
+                for key, value in known.items()
+                if torch.is_tensor(value)
+            }
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in trained and parameter.requires_grad:
+                yield _plain(self.model, name), parameter.detach()
+
+
+def _plain(model: nn.Module, name: str) -> str:
+    """Returns the name of a parameter in the model without wrappers."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+        parts.remove("module")
+    return ".".join(parts)
+
+
+def _sharded_as(weight: Tensor, here: Tensor) -> Tensor:
+    if not is_sharded(weight):
+        return here
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        here,
+        weight.device_mesh,  # type: ignore[attr-defined]
+        weight.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
