@@ -1,0 +1,152 @@
+"""CrAM in the automatic optimization of Lightning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from torchcram.integrations.lightning_apart import Apart, ignore, shallow
+from torchcram.integrations.lightning_validation import CompressedValidation
+from torchcram.optim import CrAM
+from torchcram.optim.randomness import Randomness
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import Tensor
+    from torch.amp import GradScaler
+
+__all__ = ["CompressedPass", "CompressedValidation"]
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    batch: Any
+    index: int
+    before: Randomness | None  # where the first pass began, if it is to be replayed
+
+
+class CompressedPass(Callback):
+    """Lets a Trainer take the steps of a `CrAM` that `configure_optimizers` returns.
+
+    Lightning runs `training_step` and backward on every micro-batch, at w. After the last one of a
+    step, this callback runs them once more on all of them, at w~. Then Lightning unscales, clips
+    and steps as ever, with g~. In the compressed pass `self.log` and metrics of torchmetrics do
+    nothing that lasts, running statistics stand still, and of the hooks only `training_step` and
+    `backward` are called. The micro-batches of a step are kept until it is taken.
+
+    In manual optimization, enter `self.optimizers().compressed()` in `training_step`; the callback
+    only sees to it that `self.optimizers().step()` takes a step with g~.
+    """
+
+    def __init__(self) -> None:
+        self._micro: list[_MicroBatch] = []
+        self._steps: list[tuple[CrAM, Callable[..., Any]]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the optimizers."""
+        found = _optimizers_of(trainer, pl_module)
+        self._optimizer = found[0]
+        self._apart = Apart(pl_module)
+        self._micro = []
+        self._steps = [(optimizer, optimizer.step) for optimizer in found]
+        for optimizer, step in self._steps:  # as schedulers do: Lightning's closure leaves g~
+            optimizer.step = _called_once(step)  # type: ignore[method-assign]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Keeps the batch."""
+        if not pl_module.automatic_optimization:
+            return
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._micro = []
+        devices = (parameter.device for parameter in pl_module.parameters())
+        before = Randomness(devices) if self._optimizer.replay_randomness else None
+        self._micro.append(_MicroBatch(shallow(batch), batch_idx, before))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Turns g, when it is complete, into g~."""
+        if not pl_module.automatic_optimization:
+            return
+        done = self._micro[-1].index + 1
+        last = trainer.is_last_batch or done == trainer.num_training_batches
+        if done % trainer.accumulate_grad_batches and not last:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for _ in self._optimizer.rule.passes:
+            with self._optimizer.compressed(grad_scaler=scaler) as needed, self._apart(ignore):
+                for micro in self._micro if needed else ():
+                    with _synchronized(trainer, micro is self._micro[-1]):
+                        self._backward(trainer, pl_module, micro, scaler)
+        self._micro = []
+
+    def _backward(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        micro: _MicroBatch,
+        scaler: GradScaler | None,
+    ) -> None:
+        if micro.before is not None:
+            micro.before.replay()
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        arguments = (shallow(micro.batch), micro.index) if takes_index else (shallow(micro.batch),)
+        output = trainer.strategy.training_step(*arguments)
+        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            return
+        loss = loss / trainer.accumulate_grad_batches
+        loss = loss if scaler is None else scaler.scale(loss)
+        trainer.precision_plugin.backward(loss, module, self._optimizer)
+
+    def on_fit_end(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+    ) -> None:
+        """Lets go of the optimizers."""
+        for optimizer, step in self._steps:
+            optimizer.step = step  # type: ignore[method-assign]
+        self._steps, self._micro = [], []
+
+
+def _called_once(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def once(closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        loss = None if closure is None else closure()  # g~
+        step()
+        return loss
+
+    return once
+
+
+def _synchronized(trainer: Trainer, last: bool) -> AbstractContextManager[None]:
+    """Lets processes exchange gradients in the backward of the last micro-batch only."""
+    if last or not isinstance(trainer.strategy, ParallelStrategy):
+        return nullcontext()
+    return trainer.strategy.block_backward_sync()
+
+
+def _optimizers_of(trainer: Trainer, module: LightningModule) -> list[CrAM]:
+    found = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, CrAM)]
+    if not found:
+        names = ", ".join(type(one).__name__ for one in trainer.optimizers) or "none"
+        raise ValueError(f"configure_optimizers must return a CrAM; the optimizers are: {names}")
+    strategy = trainer.strategy
+    if isinstance(strategy, FSDPStrategy) or strategy.handles_gradient_accumulation:
+        raise ValueError(
+            f"{type(strategy).__name__} flattens parameters or steps by itself, which CrAM cannot "
+            "work with; DDPStrategy and ModelParallelStrategy (fully_shard) do neither"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError("training_step(dataloader_iter) does not say what its batches are")
+    return found

@@ -1,0 +1,186 @@
+"""Accuracy after compression, at every validation of Lightning."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
+
+from torchcram.batchnorm import tune_batchnorm_
+from torchcram.compress import compress_
+from torchcram.integrations.lightning_apart import Apart, Logged, ignore, shallow
+from torchcram.operators import Operator, as_operator
+from torchcram.optim import CrAM
+from torchcram.weights import Weights, compressible_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class CompressedValidation(Callback):
+    """Validates the model as compressed to each of some targets, before it is validated itself.
+
+    What `validation_step` and `on_validation_epoch_end` log as "val_acc" is logged as
+    "val_acc/global:0.9" too, so `ModelCheckpoint` and `EarlyStopping` can monitor it. Weights,
+    buffers, metrics and random numbers are put back bit for bit. The sanity check is left out.
+
+    Args:
+        targets: operators, or their texts.
+        batchnorm_batches: how many of the last training batches, which are kept for it, to estimate
+            batch-norm statistics on; 0 leaves the statistics as they are. Processes average theirs.
+        weights: what to compress, given the module; by default what the `CrAM` that is being
+            trained with compresses, else all compressible weights.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Operator | str],
+        batchnorm_batches: int = 8,
+        *,
+        weights: Callable[[LightningModule], Weights] | None = None,
+    ) -> None:
+        self.targets = tuple(as_operator(target) for target in targets)
+        for target in self.targets:
+            if target.is_range:
+                raise ValueError(f"{target} is a range to train over, not a target")
+        if batchnorm_batches < 0:
+            raise ValueError(f"batchnorm_batches={batchnorm_batches!r} is not at least 0")
+        self._weights = weights
+        self._batches: deque[tuple[Any, int]] = deque(maxlen=batchnorm_batches)
+        self._found: list[tuple[str, Logged]] = []
+
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Keeps the batch for batch norm."""
+        self._batches.append((shallow(batch), batch_idx))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validates at every target."""
+        self._found = []
+        if trainer.sanity_checking:
+            return
+        tune = bool(self._batches.maxlen) and bool(_batch_norms(pl_module))
+        if tune and not self._batches:
+            rank_zero_warn(
+                "no training batch was seen yet, so batch norm cannot be tuned: no compressed "
+                "validation this time (batchnorm_batches=0 does without)"
+            )
+            return
+        apart = Apart(pl_module)
+        weights = self._weights_of(trainer, pl_module)
+        for target in self.targets:
+            logged = Logged()
+            with isolate_rng(), _unchanged(pl_module, weights):
+                compress_(pl_module, target, weights=weights)
+                if tune:
+                    with apart(ignore):
+                        _tune(trainer, pl_module, self._batches)
+                with apart(logged):
+                    _validate(trainer, pl_module, logged)
+                    logged.compute()
+            self._found.append((str(target), logged))
+
+    def on_validation_epoch_end(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,
+    ) -> None:
+        """Logs what was found."""
+        for target, logged in self._found:
+            for name, (value, options) in logged.values.items():
+                pl_module.log(f"{name}/{target}", value, add_dataloader_idx=False, **options)
+        self._found = []
+
+    def _weights_of(self, trainer: Trainer, module: LightningModule) -> Weights:
+        if self._weights is not None:
+            return self._weights(module)
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, CrAM) and optimizer.weights:
+                return optimizer.weights
+        return compressible_weights(module)
+
+
+class _TrainingStep(nn.Module):
+    """Makes a call out of `training_step`, whatever `forward` may be."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self._context = trainer.precision_plugin.train_step_context
+
+    def forward(self, batch: tuple[Any, int]) -> None:
+        takes = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
+        with self._context():
+            self.module.training_step(*(batch if takes else batch[:1]))
+
+
+def _tune(trainer: Trainer, module: LightningModule, batches: Iterable[tuple[Any, int]]) -> None:
+    step = _TrainingStep(trainer, module)
+    tune_batchnorm_(step, [((shallow(batch), index),) for batch, index in batches])
+    for layer in _batch_norms(module):
+        for buffer in (layer.running_mean, layer.running_var):
+            if buffer is not None:
+                buffer.copy_(trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
+
+
+def _validate(trainer: Trainer, module: LightningModule, logged: Logged) -> None:
+    loaders = CombinedLoader(trainer.val_dataloaders, "sequential").flattened
+    module.on_validation_epoch_start()
+    for number, (loader, count) in enumerate(zip(loaders, trainer.num_val_batches, strict=True)):
+        several = (number,) if len(loaders) > 1 else ()
+        takes = is_param_in_hook_signature(module.validation_step, "batch_idx", min_args=2)
+        limit = None if count == float("inf") else int(count)
+        for index, batch in enumerate(islice(_own_iterator(loader), limit)):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=number)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=number)
+            logged.at(batch, *(several or (None,)))
+            trainer.strategy.validation_step(batch, *((index,) if takes else ()), *several)
+    logged.at(None, None)
+    module.on_validation_epoch_end()
+
+
+def _own_iterator(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterates over `loader`; persistent workers, which Lightning is about to use, stay apart."""
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        twin = copy.copy(loader)
+        twin._iterator = None
+        return iter(twin)
+    return iter(loader)
+
+
+def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    return [layer for layer in found if layer.running_mean is not None]
+
+
+@contextmanager
+def _unchanged(module: nn.Module, weights: Weights) -> Iterator[None]:
+    """Puts `weights` and all buffers of `module` back after the block."""
+    before = [(t, t.detach().clone()) for t in (*weights.values(), *module.buffers())]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        torch.clear_autocast_cache()  # which may hold copies of the compressed weights

@@ -1,0 +1,94 @@
+"""CrAM in the Trainer of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+from torchcram.optim import CrAM
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+__all__ = ["CrAMTrainer"]
+
+
+class CrAMTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer that takes the steps of `CrAM` around the optimizer it would otherwise use.
+
+    `training_step` runs on every micro-batch of a step at w and, after the last one, once more on
+    all of them at w~, with the same normalisation of the loss. The Trainer then clips, steps,
+    schedules, logs, saves and resumes as ever. The micro-batches of a step are kept until then.
+
+    Args:
+        *args: as for `Trainer`.
+        cram: makes the optimizer, given the model and the base optimizer; for example
+            `lambda model, base: CrAM(model, base, ["global:0.5", "nm:2:4"], rho=0.01)`.
+        **kwargs: as for `Trainer`.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401
+        cram: Callable[[nn.Module, Optimizer], CrAM],
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        self._cram = cram
+        self._micro: list[dict[str, Any]] = []
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:  # noqa: ANN401
+        """Makes the optimizer of the Trainer, or takes the one it was given, and wraps it."""
+        super().create_optimizer(*args, **kwargs)
+        if _cram_in(self.optimizer) is None:
+            self._require_whole_parameters()
+            self.optimizer = self._cram(self.model, self.optimizer)
+        self._micro = []
+        return self.optimizer  # type: ignore[no-any-return]
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Tensor:
+        """Adds to g; after the last micro-batch turns it into g~. Returns the loss at w."""
+        self._micro.append({**inputs})  # the loss may pop the labels
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if not self.accelerator.sync_gradients:
+            return loss
+        optimizer = _cram_in(self.optimizer)
+        assert optimizer is not None  # noqa: S101
+        for _ in optimizer.rule.passes:
+            with optimizer.compressed(grad_scaler=self.accelerator.scaler) as needed:
+                for place, again in enumerate(self._micro if needed else (), 1):
+                    last = place == len(self._micro)
+                    with nullcontext() if last else self.accelerator.no_sync(model):
+                        super().training_step(model, {**again}, *args, **kwargs)
+        self._micro = []
+        return loss
+
+    def _require_whole_parameters(self) -> None:
+        for name, enabled in (
+            ("DeepSpeed", self.is_deepspeed_enabled),
+            ("FSDP", self.is_fsdp_enabled),
+        ):
+            if enabled:
+                raise ValueError(
+                    f"{name} replaces the parameters after the optimizer was made, which is not "
+                    "supported; one process and DDP are"
+                )
+
+
+def _cram_in(optimizer: object) -> CrAM | None:
+    """Returns the CrAM that `optimizer` is, or that Accelerate wrapped."""
+    while optimizer is not None and not isinstance(optimizer, CrAM):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
