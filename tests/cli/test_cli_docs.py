@@ -2,13 +2,24 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 from commands import command, succeed
 
+from torchcram.experiments.runlog import read_log
+
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAINING = ("train", "finetune", "transfer", "sweep")
+
+
+def run_torchrun(*words):
+    together = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(together, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "run: " in done.stdout
 
 
 def test_the_commands_of_the_page_run():
@@ -16,6 +27,9 @@ def test_the_commands_of_the_page_run():
     assert len(lines) > 15
     for line in lines:
         dollar, program, *words = shlex.split(line)
+        if program == "torchrun":
+            run_torchrun(*words, "--epochs", "1")
+            continue
         assert (dollar, program) == ("$", "torchcram")
         if "cifar10" in line:  # which is not here
             done = command(*[word for word in words if word != "--download"])
@@ -27,3 +41,4 @@ def test_the_commands_of_the_page_run():
     assert Path("report.html").exists()
     assert Path("runs/digits/convnet-digits/my-nm/seed0/result.json").exists()
     assert Path("results/digits/convnet-digits/sgd.json").exists()
+    assert read_log(Path("runs/two"))[0].processes == 2

@@ -54,7 +54,19 @@ def test_records_come_back(tmp_path):
     write(tmp_path / "run", 1, 2)
     assert read_log(tmp_path / "run") == [record(1), record(2)]
     first, _ = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    assert json.loads(first) == asdict(record(1))
+    assert json.loads(first) | {"processes": 1} == asdict(record(1))
+
+
+@pytest.mark.usefixtures("no_board")
+def test_the_number_of_processes_is_said_where_there_are_several(tmp_path):
+    records = [record(1), replace(record(2), processes=2)]
+    with RunLog(tmp_path) as log:
+        for one in records:
+            log.write(one)
+    assert read_log(tmp_path) == records
+    said = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert "processes" not in said[0]
+    assert said[1]["processes"] == 2
 
 
 def test_there_is_no_log_at_first(tmp_path):
@@ -131,7 +143,7 @@ def test_tensorboard_shows_every_number_once_after_resuming(tmp_path):
     shown = scalars(tmp_path)
     assert shown["loss"] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)]
     assert shown["accuracy"] == [(epoch, 0.25) for epoch in (1, 2, 3, 4)]
-    assert shown.keys() == asdict(ONE).keys() - {"epoch", "compressed_loss"}
+    assert shown.keys() == asdict(ONE).keys() - {"epoch", "compressed_loss", "processes"}
 
 
 def test_tensorboard_shows_a_first_epoch_that_was_done_again_once(tmp_path):

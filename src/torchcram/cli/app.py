@@ -6,6 +6,11 @@ from typing import Annotated
 
 import typer
 
+from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.torchrun import processes
+
+TOGETHER = ("train",)  # commands that several processes work on
+
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
@@ -19,8 +24,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001  # its callback has done it
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Train a model once; compress it to any size in one shot."""
+    if processes() > 1 and context.invoked_subcommand not in TOGETHER:
+        with errors_in_a_line():
+            raise ValueError(
+                f"{context.invoked_subcommand} is the work of one process, and torchrun has "
+                f"started {processes()}: start it without torchrun"
+            )

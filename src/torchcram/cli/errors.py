@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+
+from torchcram.cli.torchrun import local_rank, rank
 
 # which extra brings a package, for what is missing
 EXTRAS = {
@@ -20,6 +23,7 @@ EXTRAS = {
     "safetensors": "vision",
 }
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+PATIENCE = 5.0  # seconds, for torchrun to end a process whose error another one has told
 
 
 @contextmanager
@@ -50,8 +54,16 @@ def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterat
         message = f"the memory of the GPU is full: {error}"
     else:
         return
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    _tell(" ".join(message.split()))
     raise typer.Exit(1)
+
+
+def _tell(message: str) -> None:
+    """Says a message; of several processes with the same error only one on a machine does."""
+    if local_rank():
+        time.sleep(PATIENCE)  # if the first one had an error, torchrun ends this one meanwhile
+        message = f"process {rank()}: {message}"
+    typer.echo(f"error: {message}", err=True)
 
 
 @contextmanager
@@ -60,7 +72,8 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command continues where it was", err=True)
+        if rank() == 0:
+            typer.echo("stopped; the same command continues where it was", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

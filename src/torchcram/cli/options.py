@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchcram.experiments.data import DataSet, PictureSet
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.step import MakeStep
+    from torchcram.experiments.team import Team
 
 DataFolder = Annotated[
     Path, typer.Option("--data", envvar="TORCHCRAM_DATA", help="Where the data lies.")
@@ -61,6 +62,30 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def find_device_of(team: Team, name: str) -> torch.device:
+    """Returns the device of this process, on a machine with several GPUs one of its own.
+
+    Raises:
+        ValueError: if there is no such device here, or not one for every process.
+    """
+    device = find_device(name)
+    if team.count == 1 or device.type == "cpu":
+        return device
+    import torch
+
+    if device.index is not None:
+        raise ValueError(f"--device {name}: torchrun says which GPU is whose; allowed: cpu, cuda")
+    gpus = torch.cuda.device_count()
+    if team.local_count > gpus:
+        raise ValueError(
+            f"--device {name}: {team.local_count} processes need a GPU each, and torch finds "
+            f"{gpus} on this machine (--nproc-per-node {gpus}, or --device cpu)"
+        )
+    own = torch.device("cuda", team.local_rank)
+    torch.cuda.set_device(own)
+    return own
+
+
 def check_epochs(epochs: int | None, overrides: Sequence[str] | None) -> None:
     """Refuses epochs that are said in two ways."""
     keys = [text.partition("=")[0].strip() for text in overrides or ()]
@@ -78,6 +103,24 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     if eager and compiled:
         raise ValueError("--eager and --compile exclude each other")
     return EagerStep if eager else partial(make_step, compiled=compiled)
+
+
+def load_in(
+    team: Team, recipe: Recipe, folder: Path, *, download: bool = False
+) -> DataSet | PictureSet:
+    """Loads the data in every process, on each machine first in one: it may download or pack it.
+
+    Raises:
+        ValueError: in every process, if one cannot.
+    """
+    if team.count == 1:
+        return load(recipe, folder, download=download)
+
+    def first() -> DataSet | PictureSet | None:
+        return None if team.local_rank else load(recipe, folder, download=download)
+
+    found = team.agree(first)
+    return team.agree(lambda: found or load(recipe, folder))
 
 
 def load(recipe: Recipe, folder: Path, *, download: bool = False) -> DataSet | PictureSet:

@@ -49,12 +49,14 @@ class Watch:
 
 
 @contextmanager
-def watching(style: Style = Style.auto) -> Iterator[Watch]:
+def watching(style: Style = Style.auto, *, silent: bool = False) -> Iterator[Watch]:
     """Shows progress on standard error for a `with` block, or as JSON on standard output."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    if style is Style.json:
+    if silent:
+        yield Watch(lambda _: _nothing)
+    elif style is Style.json:
         yield Watch(_json)
     elif console.is_terminal:
         with _bars(console) as training:
@@ -83,6 +85,10 @@ def _json(name: str) -> Progress:
         typer.echo(json.dumps(news))  # which is flushed
 
     return tell
+
+
+def _nothing(_done: float, _epochs: int, _record: EpochRecord | None) -> None:
+    pass
 
 
 def _lines(name: str) -> Progress:

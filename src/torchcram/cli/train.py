@@ -21,6 +21,7 @@ from torchcram.cli.options import (
     Sets,
 )
 from torchcram.cli.progress import Style
+from torchcram.cli.torchrun import processes
 
 
 @app.command()
@@ -66,14 +67,25 @@ def train(
 ) -> None:
     """Train by a recipe, then compress in one shot to all its targets and show the table.
 
-    Stopped at any moment, the same command continues where it was.
+    Stopped at any moment, the same command continues where it was. Under torchrun its processes
+    train each run together.
     """
     with errors_in_a_line(), stoppable():
         from torchcram.cli.train_parallel import train_together
         from torchcram.cli.train_runs import TrainOptions, plan, train_in_turn
+        from torchcram.experiments.team import joined
 
         if jobs is not None and not parallel:
             raise ValueError("--jobs goes with --parallel")
+        if parallel and processes() > 1:
+            raise ValueError(
+                "--parallel gives every run a process of its own, torchrun gives a run several: "
+                "they exclude each other"
+            )
+        if compiled and processes() > 1:
+            raise ValueError(
+                f"--compile is for one process, and torchrun has started {processes()}"
+            )
         options = TrainOptions(
             data=data,
             sets=tuple(sets or ()),
@@ -86,8 +98,9 @@ def train(
             results=results,
             download=download,
         )
-        trainings = plan(recipes, seed or [0], out, options)
         if parallel:
-            train_together(trainings, options, jobs)
-        else:
-            train_in_turn(trainings, options, progress)
+            train_together(plan(recipes, seed or [0], out, options), options, jobs)
+            return
+        with joined() as team:
+            trainings = team.agree(lambda: plan(recipes, seed or [0], out, options))
+            train_in_turn(trainings, options, progress, team=team)

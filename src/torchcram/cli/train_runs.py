@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 
-from torchcram.cli.options import RUNS, check_epochs, find_device, load, step_maker
+from torchcram.cli.options import (
+    RUNS,
+    check_epochs,
+    find_device,
+    find_device_of,
+    load_in,
+    step_maker,
+)
 from torchcram.cli.progress import Style, watching
 from torchcram.cli.tables import show
 from torchcram.experiments.outcome import add_to_results, check_results, outcome
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe_changes import with_epochs
+from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.train import Start, load_trained, train
+from torchcram.experiments.versions import versions
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
 
@@ -88,39 +97,77 @@ def plan(
     return trainings
 
 
-def train_in_turn(trainings: Sequence[Training], options: TrainOptions, style: Style) -> None:
-    """Trains, compresses and shows one after another."""
+def train_in_turn(
+    trainings: Sequence[Training], options: TrainOptions, style: Style, *, team: Team = ALONE
+) -> None:
+    """Trains, compresses and shows one after another.
+
+    Args:
+        trainings: what to do.
+        options: of all of them.
+        style: of the progress.
+        team: the processes that do it together; the first one shows it.
+
+    Raises:
+        ValueError: if processes are given different work, before any of it is begun.
+    """
+    team.require_alike(_work(trainings, options))
+    device = team.agree(lambda: find_device_of(team, options.device))
+    shows = team.first and style is not Style.json
     results = []
+    if team.first and team.count > 1 and device.type == "cuda" and not options.eager:
+        typer.echo("several processes take plain steps, without CUDA graphs", err=True)
     for training in trainings:
-        results.append(_train(training, options, style))
-        if style is not Style.json:
+        results.append(_train(training, options, style, device=device, team=team))
+        if shows:
             show(result_table(results[-1]))
             typer.echo(f"run: {training.folder}")
-    if style is not Style.json:
+    if shows:
         for result in merge_seeds(results):
             if len(result.seeds) > 1:
                 show(result_table(result))
 
 
-def _train(training: Training, options: TrainOptions, style: Style) -> Result:
+def _work(trainings: Sequence[Training], options: TrainOptions) -> dict[str, Any]:
+    """Returns what all processes are to be given alike; recipes by their place in the command."""
+    return {
+        "runs": len(trainings),
+        **{
+            f"run {place}": {"recipe": one.recipe.to_dict(), "seed": one.seed}
+            for place, one in enumerate(trainings, 1)
+        },
+        "--from": None if options.start is None else str(options.start),
+        "--eager": options.eager,
+        "--eval-interval": options.eval_interval,
+        "versions": {name: versions().get(name) for name in ("torchcram", "torch")},
+    }
+
+
+def _train(
+    training: Training, options: TrainOptions, style: Style, *, device: torch.device, team: Team
+) -> Result:
     recipe, folder = training.recipe, training.folder
-    device = find_device(options.device)
-    data = load(recipe, options.data, download=options.download)
-    with watching(style) as watch:
+    data = load_in(team, recipe, options.data, download=options.download)
+    start = None
+    if options.start is not None:
+        origin = options.start
+        start = team.from_first(lambda: _start(origin, recipe, data))
+    with watching(style, silent=not team.first) as watch:
         trained = train(
             recipe,
             folder,
             data=data,
             seed=training.seed,
             device=device,
-            start=None if options.start is None else _start(options.start, recipe, data),
+            start=start,
             eval_interval=options.eval_interval,
             make_step=step_maker(options.eager, options.compiled),
             progress=watch.training(training.name),
+            team=team,
         )
         pieces = watch.pieces("compressing", len(recipe.compress.to))
-        result = outcome(folder, trained, data, device=device, progress=pieces)
-    if options.results is not None:
+        result = outcome(folder, trained, data, device=device, progress=pieces, team=team)
+    if options.results is not None and team.first:
         add_to_results(options.results, recipe, result.seeds[0])
     return result
 

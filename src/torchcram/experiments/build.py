@@ -17,6 +17,8 @@ from torchcram.experiments.data import (
 )
 from torchcram.experiments.data.seeds import global_seed
 from torchcram.experiments.models import build_model
+from torchcram.experiments.parallel import cores
+from torchcram.experiments.team import ALONE, Team
 from torchcram.optim.rules import RULES
 
 if TYPE_CHECKING:
@@ -48,9 +50,24 @@ def build_initial_model(
 
 
 def build_batches(
-    recipe: Recipe, data: DataSet | PictureSet, *, train: bool, device: torch.device, seed: int
+    recipe: Recipe,
+    data: DataSet | PictureSet,
+    *,
+    train: bool,
+    device: torch.device,
+    seed: int,
+    team: Team = ALONE,
 ) -> ResidentBatches | StreamBatches:
-    """Returns the training batches of a recipe, or test batches of a size that suits the images."""
+    """Returns the training batches of a recipe, or test batches of a size that suits the images.
+
+    Args:
+        recipe: whose sections `train` and `data` count.
+        data: that they are from.
+        train: which of them.
+        device: where they go.
+        seed: of order and augmentation.
+        team: that shares them.
+    """
     batch_size = recipe.train.batch_size
     if not train:
         _, height, width = image_shape(recipe, data)
@@ -63,6 +80,8 @@ def build_batches(
         device=device,
         seed=seed,
         image_size=recipe.data.image_size,
+        workers=None if team.local_count == 1 else max(1, cores() // team.local_count),
+        part=team.part,
     )
 
 

@@ -12,6 +12,7 @@ from torchcram.experiments.build import build_batches, image_shape
 from torchcram.experiments.data import calibration_batches
 from torchcram.experiments.data.seeds import mixed
 from torchcram.experiments.step import autocast
+from torchcram.experiments.team import ALONE, Team
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,6 +28,7 @@ def evaluate(
     device: torch.device,
     *,
     precision: str = "fp32",
+    team: Team = ALONE,
 ) -> float:
     """Returns the fraction of images that `model`, in eval mode meanwhile, gets right.
 
@@ -34,9 +36,10 @@ def evaluate(
 
     Args:
         model: on `device`; all its modules are in the mode they were in afterwards.
-        batches: images and labels.
+        batches: images and labels; those of this process where there are several.
         device: that they are moved to.
         precision: "fp32", or "bf16" for autocast on a GPU.
+        team: whose counts are added up.
 
     Raises:
         ValueError: if `batches` is empty.
@@ -54,9 +57,10 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
-    if not total:
+    all_right, images_seen = team.sums(int(right), total)
+    if not images_seen:
         raise ValueError("there is nothing to evaluate on: no batch came")
-    return int(right) / total
+    return all_right / images_seen
 
 
 @torch.no_grad()

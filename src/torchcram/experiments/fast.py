@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from torchcram import CrAM
 from torchcram.experiments.data import ResidentBatches
@@ -31,7 +32,8 @@ def make_step(
 ) -> Step:
     """Returns the fastest way to take steps: as CUDA graphs where that is possible.
 
-    It is with images that live on the GPU, unless an operator is a range.
+    It is with images that live on the GPU, unless an operator is a range or several processes
+    train together.
 
     Args:
         model: on `device`.
@@ -42,7 +44,8 @@ def make_step(
         compiled: let torch.compile fuse what graphs are captured of; takes about a minute.
     """
     ranges = isinstance(optimizer, CrAM) and any(one.is_range for one in optimizer.operators)
-    if device.type == "cuda" and isinstance(batches, ResidentBatches) and not ranges:
+    alone = not isinstance(model, DistributedDataParallel)
+    if device.type == "cuda" and isinstance(batches, ResidentBatches) and alone and not ranges:
         return GraphStep(model, optimizer, batches, config, device, compiled=compiled)
     return EagerStep(model, optimizer, batches, config, device)
 

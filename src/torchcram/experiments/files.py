@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,8 +43,12 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, patience: float = 0) -> Iterator[None]:
     """Keeps other processes out of `folder` for a `with` block; a killed one lets go of it.
+
+    Args:
+        folder: made if it is not there.
+        patience: seconds to wait for another process to leave it.
 
     Raises:
         ValueError: if another process is in it.
@@ -55,10 +60,16 @@ def locked(folder: Path) -> Iterator[None]:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder}: another process is working in this folder") from None
+        late = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= late:
+                    said = f"{folder}: another process is working in this folder"
+                    raise ValueError(said) from None
+                time.sleep(0.1)
         yield
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torchcram.experiments.structure import build
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+
+UNLESS_DEFAULT = {
+    "written": "unless default"
+}  # metadata of a field that is left out at its default
 
 
 def parse(kind: type[T], text: str | bytes, where: str) -> T:
@@ -38,8 +42,23 @@ def dump(value: DataclassInstance, indent: int | None = 2) -> bytes:
     Raises:
         ValueError: if a number in it is not finite.
     """
-    text = json.dumps(asdict(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(_plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
     return f"{text}\n".encode(errors="surrogatepass")  # for names of files that are no text
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    pairs = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return {
+        field.name: _plain(found)
+        for field, found in pairs
+        if field.metadata != UNLESS_DEFAULT or found != field.default
+    }
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -8,6 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchcram.experiments.build import build_batches, trained_weights
+from torchcram.experiments.data_parallel import (
+    average_statistics_,
+    data_parallel,
+    seed_epoch,
+)
 from torchcram.experiments.evaluate import evaluate
 from torchcram.experiments.mask_change import MaskChange
 from torchcram.experiments.runlog import EpochRecord
@@ -41,15 +46,17 @@ class Loop:
         make_step: MakeStep,
         progress: Progress | None,
     ) -> None:
-        recipe, model, device = run.recipe, run.model, run.device
-        self._recipe, self._model, self._device = recipe, model, device
-        self._optimizer = run.optimizer
+        recipe, model, device, team = run.recipe, run.model, run.device, run.team
+        self._recipe, self._model, self._device, self._team = recipe, model, device, team
+        self._optimizer, self._seed = run.optimizer, run.info.seed
         self._batches, self._test = (
-            build_batches(recipe, data, train=train, device=device, seed=run.info.seed)
+            build_batches(recipe, data, train=train, device=device, seed=run.info.seed, team=team)
             for train in (True, False)
         )
-        self._images = len(self._batches) * min(recipe.train.batch_size, len(data.train))
-        self._step = make_step(model, run.optimizer, self._batches, recipe.train, device)
+        batch_size = min(recipe.train.batch_size, len(data.train))
+        self._images, self._share = len(self._batches) * batch_size, team.part.share(batch_size)
+        called = data_parallel(model, device, team, batch_size=batch_size)
+        self._step = make_step(called, run.optimizer, self._batches, recipe.train, device)
         operators = recipe.cram.operators if recipe.cram is not None else ()
         self._change = MaskChange(trained_weights(recipe, model), operators)
         self._progress = progress or (lambda *_: None)
@@ -67,13 +74,14 @@ class Loop:
         """
         begin = time.perf_counter()
         lr = self._train(epoch)
-        loss, compressed_loss = self._step.losses()  # waits for the device
+        loss, compressed_loss = self._losses()
         trained = time.perf_counter()
         if not math.isfinite(loss) or not math.isfinite(compressed_loss or 0):
             raise FloatingPointError(
                 f"epoch {epoch + 1}: the training loss is {loss} at w, {compressed_loss} at w~; "
                 "a smaller learning rate or rho may help"
             )
+        average_statistics_(self._model, self._team)
         return EpochRecord(
             epoch=epoch + 1,
             loss=loss,
@@ -83,12 +91,14 @@ class Loop:
             mask_change=self._change.update(),
             images_per_second=self._images / (trained - begin),
             seconds=time.perf_counter() - begin,
+            processes=self._team.count,
         )
 
     def accuracy(self) -> float:
         """Returns the test accuracy of the model as it is."""
         precision = self._recipe.train.precision
-        return evaluate(self._model, self._test.epoch(0), self._device, precision=precision)
+        batches = self._test.epoch(0)
+        return evaluate(self._model, batches, self._device, precision=precision, team=self._team)
 
     def tell(self, done: float, record: EpochRecord | None = None) -> None:
         """Tells of the progress; within an epoch only now and then."""
@@ -97,10 +107,18 @@ class Loop:
             self._progress(done, self._recipe.train.epochs, record)
             self._told = now
 
+    def _losses(self) -> tuple[float, float | None]:
+        """Waits for the device; returns the mean losses over all processes."""
+        at_w, at_compressed = self._step.losses()
+        shares = [self._share * loss for loss in (at_w, at_compressed) if loss is not None]
+        at_w, *others = self._team.sums(*shares)
+        return at_w, others[0] if others else None
+
     def _train(self, epoch: int) -> float:
         """Takes the steps of an epoch; returns the last learning rate."""
         recipe, steps, lr = self._recipe, len(self._batches), 0.0
         self._model.train()
+        seed_epoch(self._team, self._seed, epoch)
         self._step.start_epoch(epoch)
         for number in range(steps):
             lr = lr_at(

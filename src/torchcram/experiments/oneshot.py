@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from torchcram import compress, compressible_weights, parse_operator, sparsity
 from torchcram.experiments.build import build_batches
+from torchcram.experiments.data_parallel import take_statistics_
 from torchcram.experiments.evaluate import evaluate, tune_
 from torchcram.experiments.results import TargetResult, mean, std
 from torchcram.experiments.run_folder import save_model
+from torchcram.experiments.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,7 @@ def one_shot(
     trials: int = 1,
     save_to: Path | None = None,
     progress: Callable[[TargetResult], None] | None = None,
+    team: Team = ALONE,
 ) -> list[TargetResult]:
     """Compresses copies of `model`, each to one target, and measures them.
 
@@ -56,6 +59,7 @@ def one_shot(
         save_to: a folder for the compressed models, tuned with the last set; `global:0.9` becomes
             `global-0.9.safetensors`.
         progress: told of every target as soon as it is measured.
+        team: that shares the test images; files are written by the first.
 
     Raises:
         ValueError: for a target that cannot be read, is a range or comes twice, before anything is
@@ -65,10 +69,11 @@ def one_shot(
     if trials < 1:
         raise ValueError(f"trials={trials!r} is not a positive number")
     names = compressible_weights(model, dense_ends=recipe.compress.dense_ends)
-    test = build_batches(recipe, data, train=False, device=device, seed=seed)
+    test = build_batches(recipe, data, train=False, device=device, seed=seed, team=team)
 
     def accuracy() -> float:
-        return evaluate(small, test.epoch(0), device, precision=recipe.train.precision)
+        precision = recipe.train.precision
+        return evaluate(small, test.epoch(0), device, precision=precision, team=team)
 
     results = []
     for operator in operators:
@@ -78,6 +83,7 @@ def one_shot(
         before, after = accuracy(), []
         for trial in range(trials):
             tune_(small, recipe, data, device=device, seed=seed, trial=trial)
+            take_statistics_(small, team)
             after.append(accuracy())
         result = TargetResult(
             operator=str(operator),
@@ -88,7 +94,7 @@ def one_shot(
             after_std=std(after),
             trials=trials,
         )
-        if save_to is not None:
+        if save_to is not None and team.first:
             save_model(small, save_to / f"{str(operator).replace(':', '-')}.safetensors")
         if progress is not None:
             progress(result)

@@ -20,6 +20,7 @@ from torchcram.experiments.results import (
 )
 from torchcram.experiments.run_folder import DataInfo
 from torchcram.experiments.structure import plain
+from torchcram.experiments.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ def outcome(
     device: torch.device,
     file: str = RESULT,
     progress: Callable[[TargetResult], None] | None = None,
+    team: Team = ALONE,
 ) -> Result:
     """Returns what the model comes to at the targets of its recipe, and leaves it in the folder.
 
@@ -51,11 +53,13 @@ def outcome(
         device: of all that is computed.
         file: in the folder.
         progress: told of every target that is measured.
+        team: that shares the work; the first one reads and writes the file.
     """
-    found = _found(folder / file, trained)
+    found = team.from_first(lambda: _found(folder / file, trained))
     if found is None:
-        found = measure(trained, data, device=device, progress=progress)
-        write_result(found, folder / file)
+        found = measure(trained, data, device=device, progress=progress, team=team)
+        if team.first:
+            write_result(found, folder / file)
     return found
 
 
@@ -67,6 +71,7 @@ def measure(
     trials: int = 1,
     save_to: Path | None = None,
     progress: Callable[[TargetResult], None] | None = None,
+    team: Team = ALONE,
 ) -> Result:
     """Returns what the model comes to at the targets of its recipe.
 
@@ -77,6 +82,7 @@ def measure(
         trials: how many calibration sets.
         save_to: a folder for the compressed models.
         progress: told of every target that is measured.
+        team: that shares the work.
 
     Raises:
         ValueError: if the model was trained or tested on other data.
@@ -94,6 +100,7 @@ def measure(
         trials=trials,
         save_to=save_to,
         progress=progress,
+        team=team,
     )
     seed = SeedResult(
         seed=info.seed,
@@ -102,6 +109,7 @@ def measure(
         targets=tuple(targets),
         machine=info.machine,
         versions=dict(info.versions),
+        processes=trained.finished.processes,
     )
     return merge_seed(None, recipe, seed)
 

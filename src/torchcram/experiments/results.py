@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ class SeedResult:
         targets: no operator twice.
         machine: where it ran.
         versions: of the packages, by name.
+        processes: how many trained it together, at the end.
     """
 
     seed: int
@@ -70,11 +71,13 @@ class SeedResult:
     targets: tuple[TargetResult, ...]
     machine: str
     versions: dict[str, str]
+    processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")
         _require_fraction("dense", self.dense)
         require(0 <= self.seconds <= 1e9, "seconds", self.seconds, "from 0 to 1e9")
+        require(self.processes >= 1, "processes", self.processes, "at least 1")
         operators = [target.operator for target in self.targets]
         require(len(set(operators)) == len(operators), "targets", operators, "every operator once")
 

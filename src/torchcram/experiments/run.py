@@ -18,6 +18,7 @@ from torchcram.experiments.checkpoint import (
     save_checkpoint,
     state_of,
 )
+from torchcram.experiments.data_parallel import with_shared_statistics
 from torchcram.experiments.run_folder import (
     CHECKPOINTS,
     MODEL,
@@ -29,6 +30,7 @@ from torchcram.experiments.run_folder import (
     write_info,
 )
 from torchcram.experiments.runlog import RunLog
+from torchcram.experiments.team import ALONE, Team
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -70,6 +72,7 @@ class Run:
     model: nn.Module
     optimizer: Optimizer
     device: torch.device
+    team: Team = ALONE
     done: int = 0
     seconds: float = 0.0
 
@@ -82,9 +85,11 @@ class Run:
         *,
         start: Start | None,
         device: torch.device,
+        team: Team = ALONE,
     ) -> Run:
         """Returns the training as the latest checkpoint has it, or at its beginning."""
-        latest = load_latest(folder / CHECKPOINTS, identity(recipe, info))
+        # one process reads: all continue from the same epoch, and need not see the same disk
+        latest = team.from_first(lambda: load_latest(folder / CHECKPOINTS, identity(recipe, info)))
         if start is not None:
             model = copy.deepcopy(start.model)
         else:
@@ -92,10 +97,9 @@ class Run:
             model = build_initial_model(
                 recipe, classes=len(info.data.classes), seed=info.seed, pretrained=pretrained
             )
-        model = place(model, device)
-        run = cls(
-            recipe, folder, info, model, build_optimizer(recipe, model, seed=info.seed), device
-        )
+        model = with_shared_statistics(place(model, device), device, team)
+        optimizer = build_optimizer(recipe, model, seed=info.seed)
+        run = cls(recipe, folder, info, model, optimizer, device, team)
         if latest is not None:
             run.done, state = latest
             run.seconds = state["seconds"]
@@ -117,11 +121,12 @@ class Run:
         """Runs what is left of the epochs; leaves the model and what it came to."""
         epochs, accuracy = self.recipe.train.epochs, None
         loop.tell(self.done)
-        with RunLog(self.folder, first=self.done + 1) as log:
+        with self._log() as log:
             for epoch in range(self.done, epochs):
                 last = epoch + 1 == epochs
                 record = loop.run(epoch, test=last or (epoch + 1) % eval_interval == 0)
-                log.write(record)
+                if log is not None:
+                    log.write(record)
                 self.done, accuracy = record.epoch, record.accuracy
                 self.seconds += record.seconds
                 if last or record.epoch % checkpoint_interval == 0:
@@ -129,11 +134,17 @@ class Run:
                 loop.tell(record.epoch, record)
         if accuracy is None:  # it was killed after the last checkpoint
             accuracy = loop.accuracy()
-        save_model(self.model, self.folder / MODEL)
-        finished = Finished(accuracy, self.seconds)
-        write_info(self.folder, replace(self.info, finished=finished))
+        if self.team.first:
+            save_model(self.model, self.folder / MODEL)
+            finished = Finished(accuracy, self.seconds, self.team.count)
+            write_info(self.folder, replace(self.info, finished=finished))
+
+    def _log(self) -> AbstractContextManager[RunLog | None]:
+        return RunLog(self.folder, first=self.done + 1) if self.team.first else nullcontext()
 
     def _save(self) -> None:
+        if not self.team.first:
+            return
         training = state_of(self.model, self.optimizer, self.device)
         state = {"training": training, "seconds": self.seconds}
         who = identity(self.recipe, self.info)

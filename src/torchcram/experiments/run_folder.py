@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,17 @@ RECIPE, RUN, CHECKPOINTS, MODEL = "recipe.yaml", "run.json", "checkpoints", "mod
 
 @dataclass(frozen=True)
 class Finished:
-    """What a finished training came to: its dense test accuracy, from 0 to 1, and seconds."""
+    """What a finished training came to.
+
+    Attributes:
+        accuracy: of the dense model on the test images, from 0 to 1.
+        seconds: that it took.
+        processes: how many trained together, at the end.
+    """
 
     accuracy: float
     seconds: float
+    processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class EpochRecord:
         mask_change: see `MaskChange`.
         images_per_second: of training alone.
         seconds: of training, evaluation and all else in the epoch but the checkpoint.
+        processes: how many trained together.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class EpochRecord:
     mask_change: float
     images_per_second: float
     seconds: float
+    processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
 
 
 class RunLog:
@@ -70,7 +72,7 @@ class RunLog:
         if self._board is None:
             return
         for name, value in asdict(record).items():
-            if name != "epoch" and value is not None:
+            if name not in ("epoch", "processes") and value is not None:
                 self._board.add_scalar(name, value, record.epoch)
         self._board.flush()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchcram.experiments.build import build_initial_model, place
 from torchcram.experiments.checkpoint import own_randomness
+from torchcram.experiments.data_parallel import strides_as_they_come
 from torchcram.experiments.evaluate import require_fit
 from torchcram.experiments.files import locked
 from torchcram.experiments.loop import Loop, Progress
@@ -17,21 +21,25 @@ from torchcram.experiments.run_folder import (
     DataInfo,
     Finished,
     RunInfo,
+    identity,
     load_model_,
     open_run,
     read_run,
 )
 from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.versions import machine_name, versions
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from torchcram.experiments.data import DataSet, PictureSet
     from torchcram.experiments.recipe import Recipe
 
 __all__ = ["Progress", "Start", "Trained", "load_trained", "train"]
+
+CPU = torch.device("cpu")
+PATIENCE = 15.0  # seconds; workers that decode images look every 5 whether they are orphans
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +64,17 @@ def train(
     checkpoint_interval: int = 1,
     make_step: MakeStep = EagerStep,
     progress: Progress | None = None,
+    team: Team = ALONE,
 ) -> Trained:
     """Trains a model, or continues where an earlier call on the same folder stopped.
 
     Whatever stops it, the checkpoint of the last whole epoch is there. On a CPU the weights that
     come out are, bit for bit, those of a training that was never stopped. On a folder in which the
     training is finished it returns at once. No global random generator is left changed.
+
+    Several processes call it together; it returns the same to all of them. Each takes its part of
+    every batch, and the first one reads and writes the folder. How many they are is no part of what
+    the run is: others, or one alone, may continue it.
 
     Args:
         recipe: what to do.
@@ -73,11 +86,12 @@ def train(
         eval_interval: test accuracy is measured after every so many epochs, and after the last.
         checkpoint_interval: a checkpoint is written after every so many, and after the last.
         make_step: how steps are taken.
-        progress: told of every epoch, and now and then in between.
+        progress: told of every epoch, and now and then in between; only in the first process.
+        team: the processes that do it together.
 
     Raises:
-        ValueError: if the folder is of another run, naming in what they differ, or if the model
-            does not take such images.
+        ValueError: if the folder is of another run, naming in what they differ, if the model does
+            not take such images, or if processes are given different work.
         FloatingPointError: if the loss is not finite.
     """
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
@@ -90,15 +104,35 @@ def train(
         machine=machine_name(device),
         versions=versions(),
     )
-    with locked(folder), own_randomness(device, seed):
-        info = open_run(folder, recipe, asked)
-        if info.finished is None or not (folder / MODEL).exists():
-            run = Run.resume(recipe, folder, info, start=start, device=device)
-            require_fit(run.model, recipe, data, device=device)
-            with run.held_masks(start):
-                loop = Loop(run, data, make_step, progress)
+    intervals = {"eval_interval": eval_interval, "checkpoint_interval": checkpoint_interval}
+    team.require_alike({**identity(recipe, asked), **intervals, "device": device.type})
+    with ExitStack() as held:
+        held.enter_context(own_randomness(device, seed))
+        info, finished = team.from_first(lambda: _open(folder, recipe, asked, held, team))
+        if not finished:
+            run = team.agree(
+                lambda: Run.resume(recipe, folder, info, start=start, device=device, team=team)
+            )
+            team.agree(lambda: require_fit(run.model, recipe, data, device=device))
+            with run.held_masks(start), strides_as_they_come():
+                loop = Loop(run, data, make_step, progress if team.first else None)
                 run.finish(loop, eval_interval, checkpoint_interval)
-    return load_trained(folder, device)
+    if team.count == 1:
+        return load_trained(folder, device)
+    trained = team.from_first(lambda: load_trained(folder, CPU))
+    return replace(trained, model=place(trained.model, device))
+
+
+def _open(
+    folder: Path, recipe: Recipe, asked: RunInfo, held: ExitStack, team: Team
+) -> tuple[RunInfo, bool]:
+    """Locks and opens the folder; returns what it says of the run, and whether that is finished.
+
+    Where several processes began anew, what is left of the ones before may still hold the lock.
+    """
+    held.enter_context(locked(folder, patience=0 if team.count == 1 else PATIENCE))
+    info = open_run(folder, recipe, asked)
+    return info, info.finished is not None and (folder / MODEL).exists()
 
 
 def load_trained(folder: Path, device: torch.device) -> Trained:

@@ -4,6 +4,7 @@ from torchcram.experiments.data.augment import AUGMENTS
 from torchcram.experiments.data.batches import calibration_batches, make_batches
 from torchcram.experiments.data.images import DataSet, Images, hold_out
 from torchcram.experiments.data.packed import PackedError, pack, read_packed, write_packed
+from torchcram.experiments.data.parts import WHOLE, Part
 from torchcram.experiments.data.pictures import Pictures, PictureSet
 from torchcram.experiments.data.resident import NO_LABEL, ResidentBatches
 from torchcram.experiments.data.sources import dataset_names, load_data
@@ -12,9 +13,11 @@ from torchcram.experiments.data.stream import StreamBatches
 __all__ = [
     "AUGMENTS",
     "NO_LABEL",
+    "WHOLE",
     "DataSet",
     "Images",
     "PackedError",
+    "Part",
     "PictureSet",
     "Pictures",
     "ResidentBatches",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchcram.experiments.data.augment import STREAMED
 from torchcram.experiments.data.images import DataSet
+from torchcram.experiments.data.parts import WHOLE, Part
 from torchcram.experiments.data.pictures import PictureSet
 from torchcram.experiments.data.resident import ResidentBatches
 from torchcram.experiments.data.seeds import mixed, seeded
@@ -26,6 +27,7 @@ def make_batches(
     seed: int,
     image_size: int | None = None,
     workers: int | None = None,
+    part: Part = WHOLE,
 ) -> ResidentBatches | StreamBatches:
     """Returns the batches of one split: resident if the images are decoded, else streamed.
 
@@ -38,6 +40,7 @@ def make_batches(
         seed: of order and augmentation.
         image_size: of streamed images; resident ones have their size already.
         workers: of streamed images.
+        part: of every batch in training; of the batches, each as a whole, in a test.
     """
     if isinstance(data, DataSet):
         return ResidentBatches(
@@ -49,6 +52,7 @@ def make_batches(
             device=device,
             seed=seed,
             train=train,
+            part=part,
         )
     if image_size is None:
         raise ValueError(f"images that are streamed (augment {STREAMED!r}) need image_size")
@@ -63,6 +67,7 @@ def make_batches(
         seed=seed,
         train=train,
         workers=workers,
+        part=part,
     )
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from torchcram.experiments.data.augment import RESIDENT, check_augment, draw, margins
 from torchcram.experiments.data.images import Images
+from torchcram.experiments.data.parts import WHOLE, Part
 from torchcram.experiments.data.seeds import seeded
 
 NO_LABEL = -100  # what cross_entropy ignores
@@ -34,6 +35,7 @@ class ResidentBatches:
         device: torch.device | str,
         seed: int,
         train: bool,
+        part: Part = WHOLE,
     ) -> None:
         """Copies the images to the device.
 
@@ -48,6 +50,7 @@ class ResidentBatches:
             seed: of order and augmentation.
             train: in random order, without the last batch if it is incomplete; else in the order
                 of the images, with it, and not augmented.
+            part: of every batch in training; of the batches, each as a whole, in a test.
         """
         check_augment(augment, RESIDENT)
         count, height, width, channels = images.images.shape
@@ -58,6 +61,8 @@ class ResidentBatches:
         self.train = train
         self.batch_size = min(batch_size, count)
         self._steps = count // self.batch_size if train else -(-count // self.batch_size)
+        self._numbers = range(self._steps) if train else part.among(self._steps)
+        self._places = part.within(self.batch_size) if train else slice(None)
         self._seed, self._augment = seed, augment if train else "none"
         self._source = images.labels
         self._size = (height, width)
@@ -74,7 +79,7 @@ class ResidentBatches:
         self._mean = _row(mean, width).to(device)
         self._scale = _row(std, width).reciprocal().to(device)
 
-        shape = (self._steps, self.batch_size)
+        shape = (self._steps, len(range(self.batch_size)[self._places]))
         self._first = torch.empty(shape, dtype=torch.int64, device=device)
         self._direction = torch.empty_like(self._first)
         self._labels = torch.empty_like(self._first)
@@ -82,11 +87,11 @@ class ResidentBatches:
 
     def __len__(self) -> int:
         """Returns the batches of an epoch."""
-        return self._steps
+        return len(self._numbers)
 
     def start_epoch(self, epoch: int) -> None:
         """Draws order, crops and flips of the epoch and copies them to where `batch` reads them."""
-        count, needed = len(self._source), self._first.numel()
+        count, needed = len(self._source), self._steps * self.batch_size
         generator = seeded(self._seed, epoch)
         if self.train:
             order = torch.randperm(count, generator=generator)[:needed]
@@ -100,7 +105,7 @@ class ResidentBatches:
             (self._direction, direction),
             (self._labels, labels),
         ):
-            kept.copy_(drawn.view_as(kept))
+            kept.copy_(drawn.view(self._steps, -1)[:, self._places])
 
     def batch(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Returns images, (b, channels, h, w) in channels_last, and labels of one batch.
@@ -118,20 +123,19 @@ class ResidentBatches:
         read = first + self._rows + direction * self._columns  # (b, h, w)
         pixels = self._pixels.index_select(0, read.flatten())
         # row by row, since a CPU is slow with an innermost dimension of three
-        values = pixels.view(self.batch_size, self._size[0], -1).float()
+        values = pixels.view(len(first), self._size[0], -1).float()
         values = values.sub_(self._mean).mul_(self._scale)  # two roundings on every device
-        images = values.view(self.batch_size, *self._size, -1).permute(0, 3, 1, 2)
+        images = values.view(len(first), *self._size, -1).permute(0, 3, 1, 2)
         return images, self._labels.index_select(0, place).view(-1)
 
     def epoch(self, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the batches of an epoch; the last one of a test may be smaller."""
         self.start_epoch(epoch)
         steps = torch.arange(self._steps, device=self._first.device)
-        left = len(self._source)
-        for step in steps.unbind():
-            images, labels = self.batch(step)
+        for number in self._numbers:
+            images, labels = self.batch(steps[number])
+            left = len(self._source) - number * self.batch_size
             yield images[:left], labels[:left]
-            left -= self.batch_size
 
 
 def _row(values: Sequence[float] | Tensor, width: int) -> Tensor:

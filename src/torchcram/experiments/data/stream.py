@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torchcram.experiments.data.augment import STREAMED, check_augment
+from torchcram.experiments.data.parts import WHOLE, Part
 from torchcram.experiments.data.pictures import Pictures, decode
 from torchcram.experiments.data.seeds import global_seed, mixed, seeded
 
@@ -39,6 +40,7 @@ class StreamBatches:
         seed: int,
         train: bool,
         workers: int | None = None,
+        part: Part = WHOLE,
     ) -> None:
         """Sets up the workers, which start with the first epoch.
 
@@ -55,6 +57,7 @@ class StreamBatches:
             train: in random order, without the last batch if it is incomplete; else in the order
                 of the images, with it, and not augmented.
             workers: processes that decode; 0: this one; None: as many as there are cores.
+            part: of every batch in training; of the batches, each as a whole, in a test.
         """
         check_augment(augment, ("none", STREAMED))
         if min(batch_size, image_size, len(pictures)) < 1:
@@ -62,7 +65,7 @@ class StreamBatches:
                 f"batch size {batch_size} of {len(pictures)} images of size {image_size}: "
                 "all are at least 1"
             )
-        self._plan = _Plan(len(pictures), min(batch_size, len(pictures)), seed, train)
+        self._plan = _Plan(len(pictures), min(batch_size, len(pictures)), seed, train, part)
         self._device = torch.device(device)
         self._mean = _channels(mean).to(device)
         self._scale = _channels(std).reciprocal().to(device)
@@ -94,21 +97,23 @@ class StreamBatches:
 class _Plan(Sampler[list[Draw]]):
     """Which images make up the batches of an epoch, each with a seed."""
 
-    def __init__(self, count: int, batch_size: int, seed: int, train: bool) -> None:
+    def __init__(self, count: int, batch_size: int, seed: int, train: bool, part: Part) -> None:
         self.epoch = 0
         self._count, self._batch_size = count, batch_size
         self._seed, self._train = seed, train
+        steps = count // batch_size if train else -(-count // batch_size)
+        self._numbers = range(steps) if train else part.among(steps)
+        self._places = part.within(batch_size) if train else slice(None)
 
     def __len__(self) -> int:
-        whole, rest = divmod(self._count, self._batch_size)
-        return whole + (rest > 0 and not self._train)
+        return len(self._numbers)
 
     def __iter__(self) -> Iterator[list[Draw]]:
         order = torch.arange(self._count)
         if self._train:
             order = torch.randperm(self._count, generator=seeded(self._seed, self.epoch))
-        for step in range(len(self)):
-            chosen = order[step * self._batch_size : (step + 1) * self._batch_size]
+        for number in self._numbers:
+            chosen = order[number * self._batch_size :][: self._batch_size][self._places]
             yield [(place, mixed(self._seed, self.epoch, place)) for place in chosen.tolist()]
 
 

@@ -1,0 +1,195 @@
+"""`torchcram train` under torchrun: what it refuses, and real processes that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from commands import SGD, fail, succeed
+
+from torchcram.cli import errors
+from torchcram.cli.options import find_device_of
+from torchcram.experiments.results import read_result
+from torchcram.experiments.runlog import read_log
+from torchcram.experiments.team import ALONE, Team
+
+ONE = ["--set", "compress.to=[global:0.9]", "--set", "train.batch_size=400"]  # to be quick
+LINE = ["train", SGD, *ONE, "--device", "cpu", "--out", "run"]
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """What torchrun tells the first of two processes."""
+    for name, value in (("RUN_ID", "none"), ("RESTART_COUNT", "0")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    for name, value in (("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list", "recipes"],
+        ["compress", "run"],
+        ["evaluate", "run"],
+        ["finetune", "run", "--at", "global:0.9"],
+        ["transfer", "run", "--at", "global:0.9", "--to", SGD],
+        ["sweep", SGD, "--grid", "cram.rho=0.1"],
+        ["report", "run"],
+        ["results"],
+        ["demo"],
+    ],
+)
+def test_other_commands_are_for_one_process(arguments):
+    line = fail(*arguments)
+    assert f"error: {arguments[0]} is the work of one process, and torchrun has started 2" in line
+    assert line.endswith(": start it without torchrun")
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--parallel"], "they exclude each other"),
+        (["--compile"], "--compile is for one process, and torchrun has started 2"),
+    ],
+)
+def test_options_for_one_process_are_refused(options, said):
+    assert said in fail("train", SGD, *options)
+    assert not Path("runs").exists()
+
+
+def test_a_process_beside_the_first_waits_before_it_tells(two):
+    two.setenv("RANK", "3")
+    two.setenv("LOCAL_RANK", "1")
+    waited = []
+    two.setattr(errors.time, "sleep", waited.append)
+    assert fail("results").startswith("error: process 3: results is the work of one process")
+    assert waited == [errors.PATIENCE]
+
+
+def test_one_process_of_torchrun_is_alone(two):
+    two.setenv("WORLD_SIZE", "1")
+    succeed(*LINE, "--epochs", 1)
+    assert read_log(Path("run"))[0].processes == 1
+    assert '"processes"' not in Path("run", "log.jsonl").read_text()
+
+
+def test_every_process_has_a_gpu_of_its_own(monkeypatch):
+    taken = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    second = Team(rank=5, count=6, local_rank=1, local_count=2)
+    assert find_device_of(second, "auto") == torch.device("cuda:1")
+    assert taken == [torch.device("cuda:1")]
+    assert find_device_of(second, "cpu") == torch.device("cpu")
+    assert find_device_of(ALONE, "cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="--device cuda:1: torchrun says which GPU is whose"):
+        find_device_of(second, "cuda:1")
+    with pytest.raises(ValueError, match="3 processes need a GPU each, and torch finds 2 on"):
+        find_device_of(Team(0, 3, 0, 3), "cuda")
+
+
+def torchrun(*arguments, processes=2):
+    """Starts torchrun with this Python."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes)]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def wait_for_epoch(number, launcher):
+    """Waits until the run has a checkpoint of that epoch or of a later one."""
+    late = time.monotonic() + 200
+    name = f"epoch-{number:04d}.pt"
+    while not [path for path in Path("run").glob("checkpoints/*.pt") if path.name >= name]:
+        assert launcher.poll() is None, launcher.stderr.read()
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+def ranks_of(launcher):
+    """The processes that a launcher has started, by rank."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            environment = (stat.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for word in environment:
+            if parent == str(launcher.pid) and word.startswith(b"RANK="):
+                found[int(word[5:])] = int(stat.parent.name)
+    return found
+
+
+def end(launcher):
+    """Leaves nothing behind, whatever happened."""
+    for pid in [*ranks_of(launcher).values(), launcher.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    launcher.communicate()
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(rank):
+    line = [*LINE, "--epochs", 30]
+    launcher = torchrun("--max-restarts", 3, "-m", "torchcram", *line)
+    try:
+        wait_for_epoch(2, launcher)
+        os.kill(ranks_of(launcher)[rank], signal.SIGKILL)
+        shown, said = launcher.communicate(timeout=200)
+    finally:
+        end(launcher)
+    assert launcher.returncode == 0, said
+    assert shown.count("│ dense ") == 1
+    assert shown.splitlines()[-1] == "run: run"
+    begun = [one for one in said.splitlines() if one.startswith("sgd seed 0: 30 epochs")]
+    assert len(begun) == 2
+    done = int(begun[1].removeprefix("sgd seed 0: 30 epochs, continued after "))
+    assert 2 <= done < 30
+    records = read_log(Path("run"))
+    assert [record.epoch for record in records] == list(range(1, 31))
+    assert {record.processes for record in records} == {2}
+    assert read_result("run/result.json").seeds[0].processes == 2
+    assert succeed(*line).stdout == shown
+
+
+@needs_proc
+def test_ctrl_c_ends_all_and_one_process_goes_on():
+    line = [*LINE, "--epochs", 80]
+    launcher = torchrun("-m", "torchcram", *line)
+    try:
+        wait_for_epoch(1, launcher)
+        ranks = ranks_of(launcher)
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=200)
+    finally:
+        end(launcher)
+    assert sorted(ranks) == [0, 1]
+    assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+    assert said.count("stopped; the same command continues where it was") == 1
+    assert "error: " not in said
+    done = succeed(*line)
+    assert ", continued after " in done.stderr.splitlines()[0]
+    counts = [record.processes for record in read_log(Path("run"))]
+    assert counts == sorted(counts, reverse=True)
+    assert set(counts) == {1, 2}

@@ -1,0 +1,282 @@
+"""Trainings of two processes against those of one."""
+
+import json
+import shutil
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import assert_same_on_all_ranks, run_ranks
+from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
+from safetensors.torch import load_file
+from torch import nn
+
+from torchcram.cli import options
+from torchcram.experiments import build, runlog
+from torchcram.experiments.data_parallel import average_statistics_, seed_epoch
+from torchcram.experiments.models import build as models
+from torchcram.experiments.outcome import outcome
+from torchcram.experiments.results import read_result
+from torchcram.experiments.run_folder import read_run
+from torchcram.experiments.runlog import read_log
+from torchcram.experiments.step import EagerStep
+from torchcram.experiments.team import ALONE, Team
+from torchcram.experiments.train import load_trained
+
+RANKS, STEPS = 2, 5
+GIVEN = {
+    "sgd": recipe(method="sgd"),
+    "cram": recipe(),
+    "batches that cannot be halved": recipe("train.batch_size=63"),
+    "c-sam": recipe("cram.rule=C-SAM", "optimizer.name=adamw", "optimizer.lr=0.002"),
+}
+
+
+def plain(classes):
+    """A net without batch norm, which is the same on a part of a batch."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(384, classes)
+    )
+
+
+class Random(nn.Module):
+    """The same with dropout."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.net = nn.Sequential(nn.Dropout(0.3), *plain(classes))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@contextmanager
+def small():
+    """Nets that a recipe may name, tests in four batches, and no TensorBoard, which is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "TEST_BATCH", (16, 30))
+        patch.setattr(runlog, "_tensorboard", lambda *_: None)
+        patch.setitem(models._MODELS, "plain", plain)
+        patch.setitem(models._MODELS, "random", Random)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small():
+    with small():
+        yield
+
+
+def with_model(given, name):
+    return replace(given, model=replace(given.model, name=name))
+
+
+def keeping():
+    """A list, and steps that put the model they train into it."""
+    kept = []
+
+    class Keeping(EagerStep):
+        def __init__(self, model, *others):
+            kept.append(model)
+            super().__init__(model, *others)
+
+    return kept, Keeping
+
+
+def noting_seeds(seeds):
+    """Steps that note the seed of the global generator at every epoch."""
+
+    class Noting(EagerStep):
+        def start_epoch(self, epoch):
+            seeds.append(torch.initial_seed())
+            super().start_epoch(epoch)
+
+    return Noting
+
+
+def team_of(rank):
+    return Team(rank, RANKS, rank, RANKS)
+
+
+def trainings(rank, folder):
+    """All trainings that two processes do here, in one go: processes take long to start."""
+    team, data = team_of(rank), digits()
+    heard = []
+    with small():
+        for name, given in GIVEN.items():
+            kept, make_step = keeping()
+            run(
+                folder / name,
+                with_model(given, "plain"),
+                data,
+                team=team,
+                make_step=make_step,
+                progress=lambda *news: heard.append(news),
+            )
+            assert_same_on_all_ranks(kept[0].state_dict())
+        assert bool(heard) == (rank == 0)
+
+        kept, make_step = keeping()
+        trained = run(folder / "normed", recipe(epochs=2), data, team=team, make_step=make_step)
+        assert_same_on_all_ranks(kept[0].state_dict())
+        found = outcome(folder / "normed", trained, data, device=CPU, team=team)
+        assert found == outcome(folder / "normed", trained, data, device=CPU, team=team)
+
+        noisy = with_model(recipe(), "random")
+        seeds = []
+        run(folder / "noisy", noisy, data, team=team, make_step=noting_seeds(seeds))
+        assert len({seed for both in team._gathered(seeds) for seed in both}) == RANKS * 3
+        cut = folder / ("cut" if rank == 0 else "not looked at")  # as on another machine
+        for steps in (STEPS + 2, STEPS + 1):
+            with suppress(Stop):
+                run(cut, noisy, data, team=team, make_step=stop_after(steps))
+        run(cut, noisy, data, team=team)
+
+        given = with_model(GIVEN["cram"], "plain")
+        with suppress(Stop):
+            run(folder / "begun by two", given, data, team=team, make_step=stop_after(STEPS + 2))
+        run(folder / "begun by one", given, data, team=team)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What one process did, below `alone`, and two."""
+    folder = tmp_path_factory.mktemp("together")
+    data = digits()
+    for name, given in GIVEN.items():
+        run(folder / "alone" / name, with_model(given, "plain"), data)
+    given = with_model(GIVEN["cram"], "plain")
+    with pytest.raises(Stop):
+        run(folder / "begun by one", given, data, make_step=stop_after(STEPS + 2))
+    assert run_ranks(RANKS, trainings, folder) == RANKS
+    return folder
+
+
+def assert_close(one, other):
+    ours, theirs = (load_file(path / "model.safetensors") for path in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_two_processes_train_as_one(folder, name):
+    one, two = folder / "alone" / name, folder / name
+    assert_close(one, two)
+    for ours, theirs in zip(read_log(one), read_log(two), strict=True):
+        assert (ours.epoch, ours.lr) == (theirs.epoch, theirs.lr)
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+        losses = [ours.compressed_loss, theirs.compressed_loss]
+        assert losses == [None, None] or losses[0] == pytest.approx(losses[1], rel=1e-4)
+        assert ours.accuracy == pytest.approx(theirs.accuracy, abs=0.011)  # of 100 images
+        assert (ours.processes, theirs.processes) == (1, 2)
+
+
+def test_the_folder_is_that_of_one_process(folder):
+    one, two = folder / "alone" / "cram", folder / "cram"
+    names = {str(path.relative_to(one)) for path in one.rglob("*")}
+    assert names == {str(path.relative_to(two)) for path in two.rglob("*")}
+    assert (one / "recipe.yaml").read_bytes() == (two / "recipe.yaml").read_bytes()
+    said = [json.loads((path / "run.json").read_text()) for path in (one, two)]
+    assert "processes" not in said[0]["finished"]
+    assert said[1]["finished"]["processes"] == 2
+    assert said[0].keys() == said[1].keys()
+
+
+def test_a_table_is_what_one_process_gives_from_the_same_model(folder, tmp_path):
+    shutil.copytree(folder / "normed", tmp_path / "normed")
+    trained = load_trained(tmp_path / "normed", CPU)
+    with one_thread():
+        alone = outcome(tmp_path / "normed", trained, digits(), device=CPU, file="alone.json")
+    together = read_result(folder / "normed" / "result.json")
+    assert together == alone
+    assert together.seeds[0].processes == 2
+    assert together.seeds[0].dense == read_log(folder / "normed")[-1].accuracy
+    assert len({target.after for target in alone.seeds[0].targets}) > 3
+
+
+def test_a_stopped_training_continues_exactly(folder):
+    assert weights(folder / "cut") == weights(folder / "noisy")
+    assert [record.epoch for record in read_log(folder / "cut")] == [1, 2, 3]
+    assert not (folder / "not looked at").exists()
+
+
+def test_one_process_continues_what_two_began_and_two_what_one_began(folder, tmp_path):
+    shutil.copytree(folder / "begun by two", tmp_path / "begun")
+    run(tmp_path / "begun", with_model(GIVEN["cram"], "plain"), digits())
+    assert_close(folder / "alone" / "cram", tmp_path / "begun")
+    assert [record.processes for record in read_log(tmp_path / "begun")] == [2, 1, 1]
+    assert read_run(tmp_path / "begun")[1].finished.processes == 1
+    assert_close(folder / "alone" / "cram", folder / "begun by one")
+    assert [record.processes for record in read_log(folder / "begun by one")] == [1, 2, 2]
+
+
+def small_things(rank, folder):
+    with small():
+        _small_things(team_of(rank), rank, folder)
+
+
+def _small_things(team, rank, folder):
+    data = digits()
+
+    def refused(said, given, data=data, name="new", **others):
+        with pytest.raises(ValueError, match=said):
+            run(folder / name, given, data, team=team, **others)
+        assert not (folder / name / "model.safetensors").exists()
+
+    first = "process 1 is given other work than process 0: "
+    refused(first + r"recipe.optimizer.lr is 0.3, not 0.2$", recipe(f"optimizer.lr=0.{2 + rank}"))
+    refused(first + r"seed is 1, not 0$", recipe(), seed=rank)
+    refused(first + r"data.train_images is 300, not 320", recipe(), digits(320 - 20 * rank))
+    refused(first + r"eval_interval is 2, not 1$", recipe(), eval_interval=rank + 1)
+    refused("a batch of 1 images cannot be divided into 2 parts", recipe("train.batch_size=1"))
+    refused("holds log.jsonl but no run.json", recipe(), name="foreign")
+
+    with pytest.raises(FloatingPointError, match="epoch 1: the training loss is"):
+        run(folder / "bad", recipe("optimizer.lr=1e30", method="sgd"), data, team=team)
+
+    layer = nn.BatchNorm2d(3)
+    layer.running_mean.fill_(rank)
+    layer.running_var.fill_(4 - rank)
+    average_statistics_(nn.Sequential(layer), team)
+    assert layer.running_mean.tolist() == [0.5] * 3
+    assert layer.running_var.tolist() == [3.5] * 3
+
+    def load(*_, **__):
+        if rank == 1:
+            raise FileNotFoundError(2, "No such file or directory", "data/digits")
+        return data
+
+    options.load = load  # of this process alone
+    with pytest.raises(ValueError, match=r"process 1: data/digits: No such file or directory$"):
+        options.load_in(team, recipe(), Path("data"))
+
+    def fail():
+        raise KeyError("the same everywhere")
+
+    with pytest.raises(KeyError):
+        team.agree(fail)
+    assert team.agree(lambda: rank) == rank
+    assert team.from_first(lambda: rank) == 0
+
+
+def test_what_is_wrong_is_an_error_in_every_process(tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "log.jsonl").touch()
+    assert run_ranks(RANKS, small_things, tmp_path) == RANKS
+
+
+def test_processes_draw_numbers_of_their_own():
+    def drawn(*key):
+        seed_epoch(*key)
+        return float(torch.rand(()))
+
+    assert drawn(Team(0, 2), 0, 1) == drawn(Team(0, 2), 0, 1)
+    others = [(Team(1, 2), 0, 1), (Team(0, 2), 1, 1), (Team(0, 2), 0, 2)]
+    assert len({drawn(*key) for key in [(Team(0, 2), 0, 1), *others]}) == 4
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    seed_epoch(ALONE, 0, 1)
+    assert torch.equal(torch.get_rng_state(), before)
