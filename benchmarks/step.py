@@ -1,13 +1,13 @@
 """The cost of one training step: SAM, CrAM and CrAM+ as multiples of the plain step.
 
-    python benchmarks/step.py [--device cpu|cuda] [--work resnet20 resnet50 resnet50-64 bert]
-                              [--methods plain SAM CrAM CrAM+] [--rounds N] [--graphs]
+    python benchmarks/step.py [--device cpu|cuda] [--work resnet20 ... decoder]
+                              [--methods plain SAM CrAM CrAM+] [--rounds N] [--graphs] [--compile]
 
 Two forward-backward passes make the floor of 2.0x, less the optimizer step that is taken only once.
 Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
 convolutions in channels_last. Where the plain step waits for the host, so does all that is done
-beside it; `--graphs` captures all steps as CUDA graphs, which leaves the work itself. ResNet50
-needs the extra `vision`, BERT-base the extra `text`.
+beside it; `--graphs` captures all steps as CUDA graphs, which leaves the work itself; `--compile`
+lets torch.compile fuse the passes. ResNet50 needs the extra `vision`, BERT-base the extra `text`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from decoder import Decoder
 from timing import machine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -72,6 +73,15 @@ def _resnet50() -> nn.Module:
     return model
 
 
+def _text(count: int, length: int, vocabulary: int, device: torch.device) -> tuple[Tensor, ...]:
+    tokens = torch.randint(vocabulary, (count, length + 1), device=device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _decoder(width: int, depth: int) -> nn.Module:
+    return Decoder(width, depth, heads=width // 64, vocabulary=32000)
+
+
 class _SpanScores(nn.Module):
     """BERT-base for question answering: (batch, tokens, 2) scores of start and end."""
 
@@ -98,8 +108,10 @@ def works(device: torch.device) -> dict[str, Work]:
     """The models at sizes that suit the device."""
     if device.type == "cuda":
         small, large, tokens, steps = 128, 128, (16, 384), 10
+        size, shape, text = "1.09 B parameters", (2048, 19), (8, 1024)
     else:
         small, large, tokens, steps = 32, 16, (2, 128), 2
+        size, shape, text = "36 M parameters", (512, 1), (1, 64)
     sizes = {"resnet50": 224 if device.type == "cuda" else 64, "resnet50-64": 64}
     residual = {
         name: Work(
@@ -122,6 +134,13 @@ def works(device: torch.device) -> dict[str, Work]:
             _adamw,
             steps,
         ),
+        "decoder": Work(
+            f"decoder of {size}, batch {text[0]}, length {text[1]}",
+            partial(_decoder, *shape),
+            partial(_text, *text, 32000),
+            _adamw,
+            steps,
+        ),
     }
 
 
@@ -129,7 +148,13 @@ class Run:
     """A model in training by one method."""
 
     def __init__(
-        self, work: Work, method: str, device: torch.device, *, graphs: bool = False
+        self,
+        work: Work,
+        method: str,
+        device: torch.device,
+        *,
+        graphs: bool = False,
+        compiled: bool = False,
     ) -> None:
         cuda = device.type == "cuda"
         torch.manual_seed(0)
@@ -144,6 +169,7 @@ class Run:
         wrap = METHODS[method]
         self.optimizer = base if wrap is None else wrap(self.model, base)
         self.device = device
+        self.scores = torch.compile(self.model) if compiled else self.model
         self.take: Callable[[], object] = self.step
         if graphs:
             self.take = GraphedStep(self.model, self.optimizer, self.step)
@@ -152,7 +178,7 @@ class Run:
         """The loss of the batch, with gradients."""
         self.optimizer.zero_grad()
         with self.autocast:
-            loss = cross_entropy(self.model(self.inputs), self.target)
+            loss = cross_entropy(self.scores(self.inputs), self.target)
         loss.backward()
         return loss.detach()
 
@@ -170,33 +196,42 @@ class Run:
         return 1000 * (time.perf_counter() - start) / steps
 
 
-def peak_megabytes(name: str, method: str, kind: str) -> float:
+def peak_megabytes(name: str, method: str, kind: str, compiled: bool) -> float:
     """The peak of memory while one method trains alone."""
     device = torch.device(kind)
     if device.type == "cuda":
         gc.collect()  # what was measured before is not to count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    Run(works(device)[name], method, device).milliseconds(2)
+    Run(works(device)[name], method, device, compiled=compiled).milliseconds(2)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def measure(
-    name: str, device: torch.device, rounds: int, *, methods: list[str], graphs: bool
+    name: str,
+    device: torch.device,
+    rounds: int,
+    *,
+    methods: list[str],
+    graphs: bool,
+    compiled: bool,
 ) -> None:
     """Prints one table. The methods take turns, so that all see the same state of the machine."""
     work = works(device)[name]
-    print(f"\n{work.title}{', captured as CUDA graphs' if graphs else ''}", flush=True)
+    how = (", compiled" if compiled else "") + (", captured as CUDA graphs" if graphs else "")
+    print(f"\n{work.title}{how}", flush=True)
     peaks = {}
     for method in methods:
         if device.type == "cuda":
-            peaks[method] = peak_megabytes(name, method, device.type)
+            peaks[method] = peak_megabytes(name, method, device.type, compiled)
         else:  # a process of its own, so that its peak of memory is its own
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                peaks[method] = pool.apply(peak_megabytes, (name, method, device.type))
-    runs = {method: Run(work, method, device, graphs=graphs) for method in methods}
+                peaks[method] = pool.apply(peak_megabytes, (name, method, device.type, compiled))
+    runs = {
+        method: Run(work, method, device, graphs=graphs, compiled=compiled) for method in methods
+    }
     for run in runs.values():
         run.milliseconds(2)  # warms up
     times: dict[str, list[float]] = {method: [] for method in methods}
@@ -228,12 +263,20 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--graphs", action="store_true", help="capture steps as CUDA graphs")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     methods = ["plain", *(method for method in arguments.methods if method != "plain")]
     print(machine(device), flush=True)
     for name in arguments.work:
-        measure(name, device, arguments.rounds, methods=methods, graphs=arguments.graphs)
+        measure(
+            name,
+            device,
+            arguments.rounds,
+            methods=methods,
+            graphs=arguments.graphs,
+            compiled=arguments.compile,
+        )
 
 
 if __name__ == "__main__":
