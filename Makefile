@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
 
 test: $(VENV)/.installed check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

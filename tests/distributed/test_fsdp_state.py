@@ -1,7 +1,6 @@
 """Save, load, continue: on as many processes bit for bit, on others to rounding."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -15,7 +14,12 @@ from torchcram import C_SAM, CRAM_PLUS, CrAM
 from torchcram.optim.checkpoint import TrainingState
 
 OPERATORS = ("global:0.5", "uniform:0.7", "nm:2:4", "int4", "global:0.6+int8")
-CASES = tuple(itertools.product((CRAM_PLUS, C_SAM), (SGD, AdamW), (1, 3)))
+CASES = (  # rule, base optimizer, mask interval: every two of them together
+    (CRAM_PLUS, SGD, 1),
+    (CRAM_PLUS, AdamW, 3),
+    (C_SAM, SGD, 3),
+    (C_SAM, AdamW, 1),
+)
 BEFORE, AFTER = 5, 4
 
 
