@@ -1,7 +1,7 @@
 """Training over several processes: CrAM+ against the plain step, by DDP and by FSDP2.
 
     python benchmarks/distributed.py [--processes 1 2 4] [--rounds N]
-    python benchmarks/distributed.py --selection [--most 1000000000]
+    python benchmarks/distributed.py --selection [--device cpu|cuda] [--most 10000000000]
 
 The first prints time and peak memory of a step of a small decoder on the CPU (processes talk by
 gloo), AdamW, in float32. The second prints how many bytes a process sends to find the masks of
@@ -17,12 +17,13 @@ import resource
 import statistics
 import tempfile
 import time
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
 from decoder import Decoder
-from timing import machine
+from timing import machine, milliseconds
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -133,13 +134,13 @@ def steps(counts: list[int], rounds: int) -> None:
             )
 
 
-def selection(most: int, sizes: tuple[int, ...] = (8, 512)) -> None:
+def selection(most: int, device: torch.device, sizes: tuple[int, ...] = (8, 512)) -> None:
     """Prints a row per number of weights and of processes."""
     print(f"{'weights':>14}{'processes':>11}{'a shard':>14}{'rounds':>8}{'bytes':>10}{'ms':>10}")
     total = 10**6
     while total <= most:
         for processes in sizes:
-            shard = [torch.randn(n) for n in _layers(total // processes)]
+            shard = [torch.randn(n, device=device) for n in _layers(total // processes)]
             sent: list[int] = []
 
             def add_up(counts: Tensor, sent: list[int] = sent, times: int = processes) -> None:
@@ -148,12 +149,13 @@ def selection(most: int, sizes: tuple[int, ...] = (8, 512)) -> None:
 
             shards = Shards(0, processes, add_up)
             held = processes * sum(tensor.numel() for tensor in shard)
-            start = time.perf_counter()
-            keep_largest(shard, count_kept(held, 0.9), shards=shards)
-            taken = 1000 * (time.perf_counter() - start)
+            keep = count_kept(held, 0.9)
+            work = partial(keep_largest, shard, keep, shards=shards)
+            taken = milliseconds(work, device, repeats=3, warmup=1)
+            calls = 4  # of which each sent the same
             print(
-                f"{held:>14,}{processes:>11}{held // processes:>14,}{len(sent):>8}"
-                f"{sum(sent):>10,}{taken:>10.1f}",
+                f"{held:>14,}{processes:>11}{held // processes:>14,}{len(sent) // calls:>8}"
+                f"{sum(sent) // calls:>10,}{taken:>10.1f}",
                 flush=True,
             )
         total *= 10
@@ -172,10 +174,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--selection", action="store_true", help="what selection sends")
     parser.add_argument("--most", type=int, default=10**9, help="weights of the largest model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the selection")
     arguments = parser.parse_args()
-    print(machine(torch.device("cpu")), flush=True)
+    device = torch.device(arguments.device)
+    print(machine(device), flush=True)
     if arguments.selection:
-        selection(arguments.most)
+        selection(arguments.most, device)
     else:
         steps(arguments.processes, arguments.rounds)
 

@@ -12,10 +12,12 @@ ROOT = Path(__file__).parent.parent
 NEEDS = {
     "plain_loop": ("sklearn",),
     "ddp": ("sklearn",),
+    "fsdp": ("sklearn",),
     "lightning_digits": ("sklearn", "lightning"),
     "transformers_trainer": ("sklearn", "transformers", "accelerate"),
     "accelerate_loop": ("sklearn", "accelerate"),
 }
+SPREAD = ("ddp", "fsdp")  # over processes
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -28,7 +30,7 @@ def test_examples_are_short(example):
 def test_an_example_runs(name, tmp_path):
     for module in NEEDS[name]:
         pytest.importorskip(module)
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if name == "ddp" else []
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if name in SPREAD else []
     alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [sys.executable, *launch, str(ROOT / "examples" / f"{name}.py"), "2"],
