@@ -1,7 +1,6 @@
 """Exact selection of the largest magnitudes over many tensors: the only Top-K in the project.
 
-The key of a value is its bit pattern without the sign, an integer that orders as the magnitude does
-(infinities above all numbers, NaN above those). The k-th largest key is found from the highest bits
+The k-th largest key, an integer that orders as the magnitude does, is found from the highest bits
 down: count the keys by their next few bits, see which bin holds the k-th, go on within it. For many
 weights a sample first tells about where it is, and only keys near there are looked at twice. The
 weights are neither concatenated (beyond small ones, a block at a time) nor sorted, and the only
@@ -12,26 +11,19 @@ Of equal keys at the threshold those that come first are kept: tensor order, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchcram.keys import Blocks, block_size, comparable, key_bits, magnitude_keys, runs
 from torchcram.layers import Weights, part_here
 from torchcram.weights import cuda_kernels
 
-BLOCK = 1 << 20  # elements treated at a time, so that what is computed on the way stays small
-CUDA_BLOCKS = 16  # blocks in one on a GPU, where a wait costs more than memory
 WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other processes
 SAMPLE = 1 << 16  # keys that tell about where the k-th is
 SMALL = 1 << 20  # elements up to which a sample is not worth it
-_INTEGERS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float64: torch.int64,
-}
 
 
 class Shards(NamedTuple):
@@ -64,19 +56,6 @@ def count_kept(numel: int, sparsity: float) -> int:
     return numel - round(sparsity * numel)
 
 
-def magnitude_keys(tensor: Tensor) -> Tensor:
-    """Returns integers that order as the magnitudes of `tensor` do."""
-    integer = _integer(tensor.dtype)
-    return tensor.detach().view(integer) & torch.iinfo(integer).max
-
-
-def _integer(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _INTEGERS:
-        allowed = ", ".join(map(str, _INTEGERS))
-        raise ValueError(f"magnitudes of {dtype} cannot be ranked; allowed: {allowed}")
-    return _INTEGERS[dtype]
-
-
 def keep_largest(
     tensors: Sequence[Tensor], keep: int, *, shards: Shards | Sequence[Shards] | None = None
 ) -> list[Tensor]:
@@ -94,10 +73,10 @@ def keep_largest(
         raise ValueError(f"cannot keep {keep} of {total} values")
     if not tensors:
         return []
-    tensors = _comparable(tensors)
+    tensors = comparable(tensors)
     if shards is not None:
         spread = _one_each(shards, tensors)
-        (threshold,) = _by_bits([_by_shards(tensors, spread)], [keep], _bits(tensors))
+        (threshold,) = _by_bits([_by_shards(tensors, spread)], [keep], key_bits(tensors))
         return _masks_of_shards(tensors, [threshold] * len(tensors), spread, together=True)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, [keep], (0,) * len(tensors))
@@ -121,9 +100,9 @@ def keep_largest_each(
         if count < 0 or (shards is None and count > tensor.numel()):
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
     if shards is not None and tensors:
-        tensors, spread = _comparable(tensors), _one_each(shards, tensors)
+        tensors, spread = comparable(tensors), _one_each(shards, tensors)
         groups = [_by_shards([one], [how]) for one, how in zip(tensors, spread, strict=True)]
-        thresholds = _by_bits(groups, keep, _bits(tensors))
+        thresholds = _by_bits(groups, keep, key_bits(tensors))
         return _masks_of_shards(tensors, thresholds, spread, together=False)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, keep, range(len(tensors)))
@@ -132,17 +111,17 @@ def keep_largest_each(
 
 def kth_largest(tensors: Sequence[Tensor], k: int) -> Threshold:
     """Finds the k-th largest key over all `tensors`, which share a dtype."""
-    bits = _bits(tensors)
+    bits = key_bits(tensors)
     if sum(tensor.numel() for tensor in tensors) < SMALL:
-        return _by_bits([{WHOLE: _Blocks(tensors)}], [k], bits)[0]
+        return _by_bits([{WHOLE: Blocks(tensors)}], [k], bits)[0]
     low, high = _guess(tensors, k)
     above, blocks = 0, []
-    for keys in _Blocks(tensors):
+    for keys in Blocks(tensors):
         above += int(torch.count_nonzero(keys > high))
         blocks.append(keys[(keys >= low) & (keys <= high)])
     if above < k <= above + sum(keys.numel() for keys in blocks):
         return _by_bits([{WHOLE: blocks}], [k - above], bits)[0]
-    return _by_bits([{WHOLE: _Blocks(tensors)}], [k], bits)[0]  # the sample misled
+    return _by_bits([{WHOLE: Blocks(tensors)}], [k], bits)[0]  # the sample misled
 
 
 def shards_of(weights: Weights) -> list[Shards] | None:
@@ -156,10 +135,6 @@ def shards_of(weights: Weights) -> list[Shards] | None:
         if part is not None
     }
     return [WHOLE if part is None else made[part.peers.group] for part in parts]
-
-
-def _bits(tensors: Sequence[Tensor]) -> int:
-    return torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
 
 
 def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
@@ -187,7 +162,7 @@ def _by_shards(
     alike: dict[Shards, list[Tensor]] = {}
     for tensor, how in zip(tensors, shards, strict=True):
         alike.setdefault(how, []).append(tensor)
-    return {how: _Blocks(some) for how, some in alike.items()}
+    return {how: Blocks(some) for how, some in alike.items()}
 
 
 def _by_bits(
@@ -229,46 +204,11 @@ def _count(groups: Sequence[Iterable[Tensor]], how: Shards, top: int, low: int) 
     return together.cpu()
 
 
-class _Blocks:
-    """The keys of `tensors`, a block at a time, as often as asked for."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for run in _runs(self.tensors):
-            for block in _flat(run).split(_block(run[0])):
-                yield magnitude_keys(block)
-
-
-def _block(tensor: Tensor) -> int:
-    return BLOCK * CUDA_BLOCKS if tensor.is_cuda else BLOCK
-
-
-def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields tensors in order, small ones several at a time: no more than a block together."""
-    run: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if run and (size + tensor.numel() > _block(tensor) or tensor.device != run[0].device):
-            yield run
-            run, size = [], 0
-        run.append(tensor)
-        size += tensor.numel()
-    if run:
-        yield run
-
-
-def _flat(run: Sequence[Tensor]) -> Tensor:
-    parts = [tensor.detach().reshape(-1) for tensor in run]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
     room, masks = threshold.ties, []
-    for run in _runs(tensors):
+    for run in runs(tensors):
         flat = torch.empty(sum(t.numel() for t in run), dtype=torch.bool, device=run[0].device)
-        for block, mask in zip(_Blocks(run), flat.split(_block(run[0])), strict=True):
+        for block, mask in zip(Blocks(run), flat.split(block_size(run[0])), strict=True):
             torch.gt(block, threshold.key, out=mask)
             tied = block == threshold.key
             if found := int(torch.count_nonzero(tied)):
@@ -321,19 +261,8 @@ def _masks_of_shards(
 
 
 def _ties(tensor: Tensor, threshold: Threshold) -> int:
-    found = [torch.count_nonzero(keys == threshold.key) for keys in _Blocks([tensor])]
+    found = [torch.count_nonzero(keys == threshold.key) for keys in Blocks([tensor])]
     return int(torch.stack(found).sum())
-
-
-def _comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns `tensors` in one dtype, the smallest that holds all their values."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    for dtype in dtypes:
-        _integer(dtype)
-    if len(dtypes) == 1:
-        return tensors
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    return [tensor.to(wide) for tensor in tensors]
 
 
 def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.keys import magnitude_keys
 from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
 from torchcram.operators.base import Sparsifier
-from torchcram.selection import magnitude_keys
 from torchcram.sharded import complete_blocks
 
 if TYPE_CHECKING:
