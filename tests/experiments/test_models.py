@@ -55,10 +55,15 @@ def test_classes_are_the_outputs_of_the_last_layer(name):
     assert next(reversed(weights.values())).shape[0] == 7
 
 
-def test_the_nets_for_small_images_do_not_shrink_them_at_the_stem():
-    for name in ("resnet18-64", "resnet50-64", "resnet18-cifar"):
-        stem = on_meta(name).conv1
-        assert (stem.kernel_size, stem.stride, stem.padding) == ((3, 3), (1, 1), (1, 1))
+@pytest.mark.parametrize(
+    ("name", "stride"), [("resnet18-64", 2), ("resnet50-64", 2), ("resnet18-cifar", 1)]
+)
+def test_blocks_of_nets_for_small_images_begin_at_32x32(name, stride):
+    stem = on_meta(name).conv1
+    assert (stem.kernel_size, stem.stride, stem.padding) == ((3, 3), (stride, stride), (1, 1))
+
+
+def test_nets_for_64x64_images_do_not_pool_before_the_blocks():
     assert isinstance(on_meta("resnet18-64").maxpool, nn.Identity)
 
 

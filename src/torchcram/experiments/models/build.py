@@ -21,9 +21,9 @@ DIGITS_WIDTHS = (12, 24, 48)
 
 
 def _for_64(name: str, classes: int) -> nn.Module:
-    """A ResNet of torchvision for 64x64 images: they are not made smaller before the blocks."""
+    """A ResNet of torchvision for 64x64 images: 32x32, not 16x16, where the blocks begin."""
     model = torchvision_model(name, classes)
-    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    stem = nn.Conv2d(3, 64, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
     model.conv1, model.maxpool = stem, nn.Identity()
     return model
