@@ -1,0 +1,22 @@
+"""Operators that look at gradients or activations before they prune, one small file each."""
+
+from torchcram.pruners.base import BoundPruner, Pruner, bind, prune_
+from torchcram.pruners.calibration import Calibration
+from torchcram.pruners.obs import Obs
+from torchcram.pruners.parse import parse_pruner
+from torchcram.pruners.rows import RowTopK
+from torchcram.pruners.sparsegpt import SparseGPT
+from torchcram.pruners.wanda import Wanda
+
+__all__ = [
+    "BoundPruner",
+    "Calibration",
+    "Obs",
+    "Pruner",
+    "RowTopK",
+    "SparseGPT",
+    "Wanda",
+    "bind",
+    "parse_pruner",
+    "prune_",
+]

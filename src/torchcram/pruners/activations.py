@@ -1,0 +1,129 @@
+"""What flows into layers, as running sums: no activation outlives the pass it was made in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, unfold
+
+from torchcram.layers import reduction_last
+
+if TYPE_CHECKING:
+    from torchcram.pruners.calibration import Calibration
+    from torchcram.weights import Weights
+
+
+def square_sums(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
+    """Returns sum x_j^2 for every input j of every layer, as (groups, inputs of an output)."""
+    return _sums(calibration, weights, lambda x: x.square().sum(-1, dtype=torch.float64))
+
+
+def products(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
+    """Returns X X^T of every layer, as (groups, inputs of an output, inputs of an output)."""
+    return _sums(calibration, weights, lambda x: x @ x.mT)
+
+
+def forward_order(calibration: Calibration, weights: Weights) -> list[str]:
+    """Returns the names of `weights` in the order in which the model first uses them."""
+    return list(_sums(calibration, weights, lambda x: x.new_zeros(())))
+
+
+def as_matrices(weights: Weights, name: str, layer: nn.Module) -> Tensor:
+    """Returns a weight as (groups, outputs, inputs of an output), kernel positions outermost."""
+    rows = reduction_last(weights, name).flatten(2).squeeze(0)
+    matrices: Tensor = rows.unflatten(0, (getattr(layer, "groups", 1), -1))
+    return matrices
+
+
+def from_matrices(weights: Weights, name: str, matrices: Tensor) -> Tensor:
+    """Undoes `as_matrices`: returns something of the shape of the weight."""
+    found = torch.empty_like(weights[name], dtype=matrices.dtype)
+    view = reduction_last(weights, name, found)
+    view.copy_(matrices.reshape(view.shape))
+    return found
+
+
+def layers_of(model: nn.Module, weights: Weights) -> dict[str, list[nn.Module]]:
+    """Returns the layers that use each weight: one, or several that share it.
+
+    Raises:
+        ValueError: if their inputs cannot be told.
+    """
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        users.setdefault(id(module._parameters.get("weight")), []).append(module)
+    layers = {name: users.get(id(weight), []) for name, weight in weights.items()}
+    for name, modules in layers.items():
+        kinds = {type(module).__name__ for module in modules} or {"no layer"}
+        if (
+            not all(isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d)) for m in modules)
+            or not modules
+        ):
+            raise ValueError(
+                f"{name!r} is the weight of {', '.join(sorted(kinds))}; allowed are Linear, Conv1d "
+                "and Conv2d: leave it out by weights=compressible_weights(..., skip=)"
+            )
+    return layers
+
+
+def _sums(
+    calibration: Calibration, weights: Weights, summary: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+            inputs = (args[0] if args else named["input"]).detach()
+            with torch.autocast(inputs.device.type, enabled=False):
+                found = summary(_columns(layer, inputs))
+            sums[name] = sums[name].add_(found) if name in sums else found
+
+        return hook
+
+    hooks = []
+    try:
+        for name, layers in layers_of(calibration.model, weights).items():
+            hooks += [
+                layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
+                for layer in layers
+            ]
+        calibration.run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _check(weights, sums)
+    return sums
+
+
+def _check(weights: Iterable[str], sums: Mapping[str, Tensor]) -> None:
+    if missed := [name for name in weights if name not in sums]:
+        raise ValueError(
+            f"no input reaches the layers of: {', '.join(missed)}; leave them out by "
+            "weights=compressible_weights(..., skip=)"
+        )
+    if bad := [name for name, found in sums.items() if not bool(found.isfinite().all())]:
+        raise ValueError(f"inputs are not finite in the layers of: {', '.join(bad)}")
+
+
+def _columns(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """The inputs that outputs are sums over: (groups, kernel positions x channels, samples)."""
+    inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    if isinstance(layer, nn.Linear):
+        return inputs.reshape(-1, inputs.shape[-1]).T.unsqueeze(0)
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d)):
+        raise TypeError(type(layer).__name__)
+    if inputs.dim() == len(layer.kernel_size) + 1:
+        inputs = inputs.unsqueeze(0)  # one sample without a batch dimension
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    inputs = pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
+    sizes = [layer.kernel_size, layer.dilation, layer.stride]
+    if isinstance(layer, nn.Conv1d):
+        inputs, sizes = inputs.unsqueeze(2), [(1, *size) for size in sizes]
+    kernel, dilation, stride = sizes
+    patches = unfold(inputs, kernel, dilation=dilation, stride=stride)  # (batch, ..., places)
+    split = patches.unflatten(1, (layer.groups, layer.in_channels // layer.groups, -1))
+    columns: Tensor = split.permute(1, 3, 2, 0, 4).flatten(3).flatten(1, 2)
+    return columns

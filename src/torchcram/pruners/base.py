@@ -1,0 +1,158 @@
+"""What a pruner is, and how it gets the data it looks at."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from torchcram.compress import compress_
+from torchcram.operators import Chain, Operator, Sparsifier
+from torchcram.pruners.calibration import Calibration, Loss
+from torchcram.sharded import is_sharded
+from torchcram.weights import apply_masks_
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchcram.weights import Masks, Weights
+
+
+@dataclass(frozen=True)
+class Pruner(Operator):
+    """An operator that looks at data before it decides; `bind` gives it a model and batches.
+
+    It is a value, as all operators are; text and value are inverse: "obs@uniform:0.7".
+
+    Attributes:
+        pattern: chooses what to keep, by the scores of the pruner in place of the magnitudes.
+    """
+
+    kind: ClassVar[str]
+    pattern: Sparsifier
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Sparsifier):
+            raise ValueError(
+                f"{type(self).__name__}: {self.pattern!r} is no pattern; allowed are GlobalTopK, "
+                "UniformTopK, RowTopK, NM and other Sparsifiers"
+            )
+        if self.pattern.is_range:
+            raise ValueError(
+                f"{type(self).__name__}: {self.pattern} is a range; a pruner needs one sparsity"
+            )
+
+    @abstractmethod
+    def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
+        """Prunes `weights` of the model of `calibration` in place; returns what is kept."""
+
+    def compress_(self, weights: Weights) -> Masks:  # noqa: ARG002
+        """Refuses: there is no data yet."""
+        raise ValueError(
+            f"{self} looks at data first: prune_(model, {str(self)!r}, batches), or compress_() "
+            "with what bind() returns"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.pattern}"
+
+
+@dataclass(frozen=True, eq=False)
+class BoundPruner(Operator):
+    """A pruner with the data it looks at, ready for `compress_`; all or nothing.
+
+    Attributes:
+        pruner: the value.
+        calibration: the model, whose weights alone it can compress, and the batches.
+    """
+
+    pruner: Pruner
+    calibration: Calibration
+
+    @torch.no_grad()
+    def compress_(self, weights: Weights) -> Masks:
+        """Looks at the data, then prunes; on an error the weights are what they were."""
+        self._check(weights)
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        device = next(iter(weights.values())).device.type if weights else "cpu"
+        try:
+            with torch.autocast(device, enabled=False):  # F and H are sums in float32
+                masks = self.pruner.prune_(weights, self.calibration)
+            _require_finite(self.pruner, weights)
+        except BaseException:
+            for name, weight in weights.items():
+                weight.copy_(before[name])
+            raise
+        return masks
+
+    def recompress_(self, weights: Weights, masks: Masks) -> None:
+        """Zeroes what `masks` do not keep."""
+        apply_masks_(weights, masks)
+
+    def _check(self, weights: Weights) -> None:
+        here = {id(parameter) for parameter in self.calibration.model.parameters()}
+        for name, weight in weights.items():
+            if is_sharded(weight) or getattr(weights, "parts", {}).get(name) is not None:
+                raise ValueError(f"{self}: {name!r} is sharded; pruners need whole weights")
+            if id(weight) not in here:
+                raise ValueError(
+                    f"{self} is bound to another model: {name!r} is no parameter of it (a copy is "
+                    "another model: copy first, then prune_ the copy)"
+                )
+        _require_finite(self.pruner, weights)
+
+    def __str__(self) -> str:
+        return str(self.pruner)
+
+
+def bind(
+    operator: Operator, model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None
+) -> Operator:
+    """Gives every pruner in `operator` the data it looks at; other operators stay as they are.
+
+    Args:
+        operator: a pruner, a chain with pruners in it, or any other.
+        model: what will be compressed.
+        batches: a list or a loader; what a batch is, only `loss` has to know.
+        loss: `loss(model, batch) -> Tensor`; needed by `Obs`. Without it a batch is the inputs, a
+            tuple that begins with them, or a mapping of keyword arguments.
+    """
+    if isinstance(operator, Chain):
+        parts = (bind(part, model, batches, loss=loss) for part in (operator.first, operator.then))
+        return Chain(*parts)
+    if isinstance(operator, Pruner):
+        return BoundPruner(operator, Calibration(model, batches, loss))
+    return operator
+
+
+def prune_(
+    model: nn.Module,
+    operator: Operator | str,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    weights: Weights | None = None,
+) -> Masks | None:
+    """Compresses `model` in place by an operator that may look at data; returns the masks.
+
+    Args:
+        model: any module, in any mode; modes, gradients and running statistics stay as they are.
+        operator: a pruner, or any other operator, or text such as "obs@uniform:0.7+int8".
+        batches: as for `bind`.
+        loss: as for `bind`.
+        weights: what to compress; by default all `compressible_weights(model)`.
+    """
+    if isinstance(operator, str):
+        from torchcram.pruners.parse import parse_pruner
+
+        operator = parse_pruner(operator)
+    return compress_(model, bind(operator, model, batches, loss=loss), weights=weights)
+
+
+def _require_finite(pruner: Pruner, weights: Weights) -> None:
+    found = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    if found:
+        raise ValueError(f"{pruner}: not all weights are finite in: {', '.join(found)}")

@@ -1,0 +1,136 @@
+"""Layer-wise reconstruction: SparseGPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from torchcram.layers import count_inputs
+from torchcram.operators import NM, UniformTopK
+from torchcram.pruners.activations import (
+    as_matrices,
+    forward_order,
+    from_matrices,
+    layers_of,
+    products,
+)
+from torchcram.pruners.base import Pruner
+from torchcram.pruners.rows import RowTopK, keep_in_rows
+from torchcram.selection import count_kept, keep_largest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchcram.pruners.calibration import Calibration
+    from torchcram.weights import Masks, Weights
+
+
+@dataclass(frozen=True)
+class SparseGPT(Pruner):
+    """Keeps what a layer puts out: min ||W X - W' X||^2 over sparse W', greedily, column by column.
+
+        H = X X^T + damping mean(diag X X^T) I,   H^-1 = U^T U with U upper triangular
+        score_ij = (w_ij / U_jj)^2                the error of dropping w_ij, with all later
+                                                  columns free to make up for it
+        w_i,k -= w_ij / U_jj U_jk, k > j          which they do
+
+    Masks are chosen for `block` columns at a time, N:M for one group at a time, by the weights as
+    they have become by then. Layers are done in the order of the forward, each with the inputs that
+    the pruned layers before it give: a pass over the batches for each layer.
+
+    Attributes:
+        pattern: UniformTopK, RowTopK or NM. The counts are exact: in blocks they are the share of
+            the columns so far less what earlier blocks got.
+        damping: a share of the mean diagonal.
+        block: columns whose mask is chosen at once; rounded up to whole groups of N:M.
+    """
+
+    kind: ClassVar[str] = "sparsegpt"
+    damping: float = 0.01
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.pattern, (UniformTopK, NM)):
+            raise ValueError(
+                f"SparseGPT: {self.pattern} is impossible, layers being pruned one after another; "
+                "allowed are uniform, row and nm patterns"
+            )
+        if not self.damping > 0:
+            raise ValueError(f"SparseGPT: damping is {self.damping!r}, allowed is what is above 0")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"SparseGPT: block is {self.block!r}, allowed are integers from 1")
+
+    def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
+        """Prunes one layer after another."""
+        layers = layers_of(calibration.model, weights)
+        masks: dict[str, Tensor] = {}
+        for name in forward_order(calibration, weights):
+            one = {name: weights[name]}
+            if isinstance(self.pattern, NM) and count_inputs(one, name) % self.pattern.group:
+                masks |= self.pattern.select(one)  # left dense, and named in a warning
+                continue
+            matrices = as_matrices(one, name, layers[name][0])
+            upper = _upper(products(calibration, one)[name], self.damping)
+            pruned, kept = self._reconstruct(matrices, upper.to(matrices.device))
+            weights[name].copy_(from_matrices(one, name, pruned))
+            masks[name] = from_matrices(one, name, kept)
+        return {name: masks[name] for name in weights}
+
+    def _reconstruct(self, matrices: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns W' and its mask; `matrices` is (groups, outputs, inputs)."""
+        w = matrices.to(upper.dtype, copy=True)
+        kept = torch.ones_like(w, dtype=torch.bool)
+        scale = upper.diagonal(dim1=1, dim2=2).unsqueeze(1)  # U_jj as (groups, 1, inputs)
+        every = self._columns_at_once()
+        for start in range(0, w.shape[-1], self._block()):
+            end = min(start + self._block(), w.shape[-1])
+            errors = torch.zeros_like(w[..., start:end])
+            for j in range(start, end):
+                if (j - start) % every == 0:
+                    some = slice(j, min(j + every, end))
+                    kept[..., some] = self._select(w[..., some] / scale[..., some], j, w.shape[-1])
+                dropped = w[..., j].masked_fill(kept[..., j], 0)
+                error = dropped / scale[..., j]
+                w[..., j:end] -= error.unsqueeze(-1) * upper[:, j : j + 1, j:end]
+                errors[..., j - start] = error
+            w[..., end:] -= errors @ upper[:, start:end, end:]
+        return w.masked_fill_(kept.logical_not(), 0), kept
+
+    def _block(self) -> int:
+        group = self.pattern.group if isinstance(self.pattern, NM) else 1
+        return -(-self.block // group) * group
+
+    def _columns_at_once(self) -> int:
+        return self.pattern.group if isinstance(self.pattern, NM) else self._block()
+
+    def _select(self, scores: Tensor, start: int, columns: int) -> Tensor:
+        """The mask of the columns from `start`; `scores` is (groups, outputs, some columns)."""
+        if isinstance(self.pattern, UniformTopK):
+            end = start + scores.shape[-1]
+            rows = 1 if isinstance(self.pattern, RowTopK) else scores[..., 0].numel()
+            keep = self._kept(rows, end, columns) - self._kept(rows, start, columns)
+            if isinstance(self.pattern, RowTopK):
+                return keep_in_rows(scores, keep)
+            return keep_largest([scores.contiguous()], keep)[0]
+        return self.pattern.select({"": scores.flatten(0, 1)})[""].view(scores.shape)
+
+    def _kept(self, rows: int, columns: int, of: int) -> int:
+        """How many of all weights in the first columns are kept; exact at the end."""
+        assert isinstance(self.pattern, UniformTopK)  # noqa: S101
+        return count_kept(rows * of, self.pattern.level) * columns // of
+
+
+def _upper(found: Tensor, damping: float) -> Tensor:
+    """U of H^-1 = U^T U, from X X^T as (groups, inputs, inputs)."""
+    hessian = found.double()
+    diagonal = hessian.diagonal(dim1=1, dim2=2)
+    extra = damping * diagonal.mean(1, keepdim=True)
+    diagonal += extra.masked_fill(extra == 0, 1)  # no input but zeros: plain magnitudes
+    # with J reversing the order: J H J = L L^T, so H = A A^T with A = J L J upper, and U = A^-1
+    a = torch.linalg.cholesky(hessian.flip(1, 2)).flip(1, 2)
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+    upper: Tensor = torch.linalg.solve_triangular(a, one, upper=True)
+    return upper.to(found.dtype)

@@ -1,0 +1,48 @@
+import pytest
+
+from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK
+from torchcram.pruners import Obs, RowTopK, SparseGPT, Wanda, parse_pruner
+
+READ = {
+    "obs@uniform:0.7": Obs(UniformTopK(0.7)),
+    "obs@global:0.9": Obs(GlobalTopK(0.9)),
+    "obs@nm:2:4": Obs(NM(2, 4)),
+    "wanda@row:0.5": Wanda(RowTopK(0.5)),
+    "wanda@nm:2:4": Wanda(NM(2, 4)),
+    "sparsegpt@uniform:0.5": SparseGPT(UniformTopK(0.5)),
+    "sparsegpt@nm:2:4+int4:g64": Chain(SparseGPT(NM(2, 4)), Quantize(4, 64)),
+    "row:0.5": RowTopK(0.5),
+    "row:0.1-0.5": RowTopK((0.1, 0.5)),
+    "global:0.5+int8": Chain(GlobalTopK(0.5), Quantize(8)),
+}
+
+
+@pytest.mark.parametrize("text", READ)
+def test_text_and_operator_are_inverse(text):
+    assert parse_pruner(text) == READ[text]
+    assert str(READ[text]) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("obt@uniform:0.7", "no pruner 'obt'; allowed: obs@..., wanda@..., sparsegpt@..."),
+        ("@uniform:0.7", "no pruner ''"),
+        ("obs@", "cannot read ''; allowed: global:0.9"),
+        ("obs", "cannot read 'obs'"),
+        ("obs@int8", "'int8' is no pattern of zeros"),
+        ("obs@wanda@uniform:0.5", "cannot read 'wanda@uniform:0.5'"),
+        ("obs@uniform:1.5", "cannot read 'uniform:1.5'"),
+        ("obs@uniform:0.3-0.9", "uniform:0.3-0.9 is a range"),
+        ("wanda@row", "cannot read 'row'; allowed: row:0.5"),
+        ("wanda@row:x", "cannot read 'row:x'; allowed: row:0.5"),
+        ("sparsegpt@global:0.5", "global:0.5 is impossible, layers being pruned one after another"),
+        ("obs@uniform:0.7+", "cannot read ''"),
+        ("OBS@uniform:0.7", "no pruner 'OBS'"),
+    ],
+)
+def test_errors_name_the_text_and_what_is_allowed(text, message):
+    with pytest.raises(ValueError, match="operator ") as raised:
+        parse_pruner(text)
+    assert f"operator {text!r}: " in str(raised.value)
+    assert message in str(raised.value)
