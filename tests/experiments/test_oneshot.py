@@ -12,6 +12,7 @@ from torchcram.experiments.data.seeds import mixed
 from torchcram.experiments.evaluate import accuracy_on_test
 from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.run_folder import load_model_
+from torchcram.experiments.score import Score
 from torchcram.operators import nm
 
 GIVEN = recipe("compress.calibration_samples=100", method="sgd", epochs=2)
@@ -81,7 +82,7 @@ def test_the_deviation_is_that_of_a_sample(trained, data, monkeypatch):
     from torchcram.experiments import oneshot
 
     values = iter([0.5, 0.1, 0.2, 0.6])
-    monkeypatch.setattr(oneshot, "evaluate", lambda *_, **__: next(values))
+    monkeypatch.setattr(oneshot, "score", lambda *_, **__: Score(next(values)))
     (found,) = measured(trained, data, ["global:0.7"], trials=3)
     assert found.before == 0.5
     assert found.after == pytest.approx(0.3)

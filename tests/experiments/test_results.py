@@ -99,9 +99,8 @@ def places(value, above=()):
 
 PLAIN = json.loads(json.dumps(asdict(sgd())))
 PLACES = list(places(PLAIN))
-REQUIRED = [
-    keys for keys in PLACES if keys[-1] not in ("after_std", "trials", "processes", *range(9))
-]
+OPTIONAL = ("after_std", "trials", "processes", "others", "metric")
+REQUIRED = [keys for keys in PLACES if keys[-1] not in (*OPTIONAL, *range(9))]
 REQUIRED = [keys for keys in REQUIRED if "versions" not in keys[:-1]]
 
 

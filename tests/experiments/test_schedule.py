@@ -63,7 +63,7 @@ def test_a_training_that_is_all_warm_up_only_rises(warmup):
 
 
 def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="'stairs': allowed are 'cosine' and 'constant'"):
+    with pytest.raises(ValueError, match="'stairs': allowed are 'cosine', 'linear', 'constant'"):
         lr_at(5, 1, config("stairs", 0), lr=0.1, epochs=3)
 
 

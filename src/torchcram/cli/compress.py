@@ -90,11 +90,13 @@ def evaluate(
     device: DeviceName = "auto",
     download: Download = False,
 ) -> None:
-    """Test a trained model, or a file of weights for it, on the test images."""
+    """Test a trained model, or a file of weights for it, on the test split."""
     with errors_in_a_line():
-        from torchcram import compressible_weights, sparsity
-        from torchcram.experiments.evaluate import accuracy_on_test
+        from torchcram import sparsity
+        from torchcram.experiments.build import target_weights
+        from torchcram.experiments.evaluate import score_on_test
         from torchcram.experiments.run_folder import load_model_
+        from torchcram.experiments.text.texts import TextSet
         from torchcram.experiments.train import load_trained
 
         where = find_device(device)
@@ -102,9 +104,13 @@ def evaluate(
         if model is not None:
             load_model_(trained.model, model)
         images = load(trained.recipe, data, download=download)
-        accuracy = accuracy_on_test(trained.model, trained.recipe, images, device=where)
-        zeros = sparsity(compressible_weights(trained.model))
+        score = score_on_test(trained.model, trained.recipe, images, device=where)
+        zeros = sparsity(target_weights(trained.recipe, trained.model))
+        measured = {score.metric: score.value, **(score.others or {})}
+        said = ", ".join(f"{name} {100 * value:.2f} %" for name, value in measured.items())
+        tested = f"{len(images.test)} test images"
+        if isinstance(images, TextSet):
+            tested = f"{images.test.count} test {images.task.unit}"
         typer.echo(
-            f"{model or run}: accuracy {100 * accuracy:.2f} % on the {len(images.test)} test "
-            f"images of {images.name}, sparsity {100 * zeros:.2f} %"
+            f"{model or run}: {said} on the {tested} of {images.name}, sparsity {100 * zeros:.2f} %"
         )

@@ -18,6 +18,8 @@ EXTRAS = {
     "matplotlib": "report",
     "jinja2": "report",
     "torchvision": "vision",
+    "transformers": "text",
+    "tokenizers": "text",
     "PIL": "vision",
     "yaml": "vision",
     "safetensors": "vision",

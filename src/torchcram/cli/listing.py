@@ -59,14 +59,17 @@ def _recipes() -> Rows:
 
 def _models() -> Rows:
     from torchcram.experiments.models import model_names
+    from torchcram.experiments.text.names import ALLOWED
 
-    return ("model",), [(name,) for name in model_names()]
+    return ("model",), [(name,) for name in [*model_names(), *ALLOWED]]
 
 
 def _datasets() -> Rows:
     from torchcram.experiments.data import dataset_names
+    from torchcram.experiments.text.tasks import TASKS
 
     rows = [*dataset_names().items()]
+    rows += [(name, task.title) for name, task in TASKS.items()]
     rows.append(("NAME", "any folder or archive NAME/<split>/<class>/*.jpg in the data folder"))
     return ("data set", "what it is"), [tuple(row) for row in rows]
 

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.step import MakeStep
     from torchcram.experiments.team import Team
@@ -105,9 +105,7 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     return EagerStep if eager else partial(make_step, compiled=compiled)
 
 
-def load_in(
-    team: Team, recipe: Recipe, folder: Path, *, download: bool = False
-) -> DataSet | PictureSet:
+def load_in(team: Team, recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
     """Loads the data in every process, on each machine first in one: it may download or pack it.
 
     Raises:
@@ -116,18 +114,28 @@ def load_in(
     if team.count == 1:
         return load(recipe, folder, download=download)
 
-    def first() -> DataSet | PictureSet | None:
+    def first() -> AnyData | None:
         return None if team.local_rank else load(recipe, folder, download=download)
 
     found = team.agree(first)
     return team.agree(lambda: found or load(recipe, folder))
 
 
-def load(recipe: Recipe, folder: Path, *, download: bool = False) -> DataSet | PictureSet:
+def load(recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
     """Loads the data of a recipe; says what takes long."""
     from torchcram.experiments.data import load_data
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
+    if recipe.text is not None:
+        from torchcram.experiments.text.batches import padding
+        from torchcram.experiments.text.load import load_text
+
+        data = load_text(recipe, folder, report=say)
+        say(
+            f"{data.name}: {100 * padding(data.train, recipe.train.batch_size):.1f} % of the "
+            "tokens in training batches is padding"
+        )
+        return data
     return load_data(recipe.data, folder, download=download, report=say)

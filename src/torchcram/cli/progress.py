@@ -151,5 +151,7 @@ def _bars(console: Console) -> Iterator[Callable[[str], Progress]]:
 def _news(record: EpochRecord) -> str:
     parts = [f"loss {record.loss:.4f}"]
     if record.accuracy is not None:
-        parts.append(f"accuracy {100 * record.accuracy:.2f} %")
-    return ", ".join([*parts, f"{record.images_per_second:.0f} images/s"])
+        parts.append(f"{record.metric} {100 * record.accuracy:.2f} %")
+    if record.compressed_accuracy is not None:
+        parts.append(f"compressed {100 * record.compressed_accuracy:.2f} %")
+    return ", ".join([*parts, f"{record.images_per_second:.0f} {record.unit}/s"])

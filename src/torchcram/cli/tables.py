@@ -54,19 +54,21 @@ def derived_table(derived: Derived) -> Table:
     from rich.text import Text
 
     origin, trained = derived.origin, derived.trained
+    metric, tuned = trained.recipe.metric, trained.recipe.text is None
     table = Table(
-        title=Text(f"{trained.recipe.title}: test accuracy in % on {trained.info.data.name}"),
+        title=Text(f"{trained.recipe.title}: test {metric} in % on {trained.info.data.name}"),
         caption="sparsity in % of the compressed weights and of all parameters",
     )
     table.add_column("model")
-    for column in ("accuracy", "sparsity", "of all"):
+    for column in (metric, "sparsity", "of all"):
         table.add_column(column, justify="right", no_wrap=True)
     at_start = (percent(origin.sparsity), percent(origin.model_sparsity))
     if not origin.new_head:
         table.add_row("as it was trained", percent(origin.dense), "", "")
     if origin.held and origin.before is not None and origin.after is not None:
         table.add_row(Text(f"compressed to {origin.at}"), percent(origin.before), *at_start)
-        table.add_row("batch norm tuned", percent(origin.after), *at_start)
+        if tuned:
+            table.add_row("batch norm tuned", percent(origin.after), *at_start)
     what = "transferred" if origin.new_head else "fine-tuned"
     table.add_row(
         f"{what}, {counted(trained.recipe.train.epochs, 'epoch')}",

@@ -30,7 +30,7 @@ from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
 
 if TYPE_CHECKING:
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.results import Result
 
 
@@ -172,7 +172,7 @@ def _train(
     return result
 
 
-def _start(folder: Path, recipe: Recipe, data: DataSet | PictureSet) -> Start:
+def _start(folder: Path, recipe: Recipe, data: AnyData) -> Start:
     """Returns the weights of a finished run, for a training of the same model."""
     trained = load_trained(folder, torch.device("cpu"))
     if trained.recipe.model.name != recipe.model.name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import SGD, AdamW
 
 from torchcram import CrAM, compressible_weights
 from torchcram.experiments.data import (
+    AnyData,
     DataSet,
     PictureSet,
     ResidentBatches,
@@ -19,6 +21,8 @@ from torchcram.experiments.data.seeds import global_seed
 from torchcram.experiments.models import build_model
 from torchcram.experiments.parallel import cores
 from torchcram.experiments.team import ALONE, Team
+from torchcram.experiments.text.batches import TextBatches
+from torchcram.experiments.text.texts import TextSet
 from torchcram.optim.rules import RULES
 
 if TYPE_CHECKING:
@@ -46,18 +50,35 @@ def build_initial_model(
     if pretrained is None:
         pretrained = recipe.model.pretrained
     with global_seed(seed):
-        return build_model(recipe.model.name, classes=classes, pretrained=pretrained)
+        if recipe.text is None:
+            model = build_model(recipe.model.name, classes=classes, pretrained=pretrained)
+        else:
+            from torchcram.experiments.text.models import build_text_model
+
+            model = build_text_model(recipe.model.name, recipe.text.task, pretrained=pretrained)
+    if recipe.model.freeze is not None:
+        _freeze_(model, recipe.model.freeze)
+    return model
+
+
+def _freeze_(model: nn.Module, pattern: str) -> None:
+    found = [value for name, value in model.named_parameters() if re.search(pattern, name)]
+    if not found or len(found) == len(list(model.parameters())):
+        which = "all parameters" if found else "no parameter"
+        raise ValueError(f"model.freeze={pattern!r} matches {which} of {type(model).__name__}")
+    for parameter in found:
+        parameter.requires_grad_(False)
 
 
 def build_batches(
     recipe: Recipe,
-    data: DataSet | PictureSet,
+    data: AnyData,
     *,
     train: bool,
     device: torch.device,
     seed: int,
     team: Team = ALONE,
-) -> ResidentBatches | StreamBatches:
+) -> ResidentBatches | StreamBatches | TextBatches:
     """Returns the training batches of a recipe, or test batches of a size that suits the images.
 
     Args:
@@ -69,6 +90,15 @@ def build_batches(
         team: that shares them.
     """
     batch_size = recipe.train.batch_size
+    if isinstance(data, TextSet):
+        return TextBatches(
+            data.train if train else data.test,
+            batch_size=batch_size,
+            device=device,
+            seed=seed,
+            train=train,
+            part=team.part,
+        )
     if not train:
         _, height, width = image_shape(recipe, data)
         batch_size = max(TEST_BATCH[0], min(TEST_PIXELS // (height * width), TEST_BATCH[1]))
@@ -135,6 +165,12 @@ def trained_weights(recipe: Recipe, model: nn.Module) -> Weights:
     if cram is None:
         return compressible_weights(model)
     return compressible_weights(model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends)
+
+
+def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
+    """Returns the weights that are compressed after training."""
+    compress = recipe.compress
+    return compressible_weights(model, only=compress.only, dense_ends=compress.dense_ends)
 
 
 def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:

@@ -27,7 +27,7 @@ from torchcram.experiments.run_folder import RUN, load_model_, save_model
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
 
 START, ORIGIN = "start.safetensors", "start.json"
@@ -112,7 +112,7 @@ def write_start(
     small: nn.Module,
     names: list[str],
     recipe: Recipe,
-    data: DataSet | PictureSet,
+    data: AnyData,
     device: torch.device,
 ) -> Origin:
     """Gives a compressed model its head, tunes its batch norm, measures it and writes it.

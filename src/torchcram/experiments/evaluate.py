@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +12,19 @@ from torchcram import tune_batchnorm_
 from torchcram.experiments.build import build_batches, image_shape
 from torchcram.experiments.data import calibration_batches
 from torchcram.experiments.data.seeds import mixed
+from torchcram.experiments.score import Score
 from torchcram.experiments.step import autocast
 from torchcram.experiments.team import ALONE, Team
+from torchcram.experiments.text.batches import TextBatches
+from torchcram.experiments.text.score import text_score
+from torchcram.experiments.text.texts import TextSet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.step import Batches
 
 
 @torch.no_grad()
@@ -44,19 +50,14 @@ def evaluate(
     Raises:
         ValueError: if `batches` is empty.
     """
-    modes = [(module, module.training) for module in model.modules()]
     right = torch.zeros((), dtype=torch.int64, device=device)
     total = 0
-    try:
-        model.eval()
+    with _eval_mode(model):
         for images, labels in batches:
             with autocast(device, precision):
                 scores = model(images.to(device, non_blocking=True))
             right += (scores.argmax(1) == labels.to(device, non_blocking=True)).sum()
             total += len(labels)
-    finally:
-        for module, training in modes:
-            module.training = training
     all_right, images_seen = team.sums(int(right), total)
     if not images_seen:
         raise ValueError("there is nothing to evaluate on: no batch came")
@@ -64,10 +65,50 @@ def evaluate(
 
 
 @torch.no_grad()
-def require_fit(
-    model: nn.Module, recipe: Recipe, data: DataSet | PictureSet, *, device: torch.device
-) -> None:
-    """Raises ValueError if `model`, on `device`, cannot take the images; leaves it in eval mode."""
+def score(
+    model: nn.Module,
+    data: AnyData,
+    batches: Batches,
+    *,
+    device: torch.device,
+    precision: str = "fp32",
+    team: Team = ALONE,
+) -> Score:
+    """Returns what `model`, in eval mode meanwhile, comes to by the metric of its task.
+
+    Args:
+        model: on `device`; all its modules are in the mode they were in afterwards.
+        data: that it is tested on.
+        batches: of its test split; those of this process where there are several.
+        device: of the model.
+        precision: "fp32", or "bf16" for autocast on a GPU.
+        team: that shares the test.
+    """
+    if isinstance(data, TextSet) and isinstance(batches, TextBatches):
+        with _eval_mode(model):
+            return text_score(
+                model, batches, data.task, device=device, precision=precision, team=team
+            )
+    return Score(evaluate(model, batches.epoch(0), device, precision=precision, team=team))
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@torch.no_grad()
+def require_fit(model: nn.Module, recipe: Recipe, data: AnyData, *, device: torch.device) -> None:
+    """Raises ValueError if `model`, on `device`, cannot take the data; leaves it in eval mode."""
+    if isinstance(data, TextSet):
+        _require_fit_of_texts(model, recipe, data, device=device)
+        return
     shape = image_shape(recipe, data)
     try:
         model.eval()(torch.zeros(1, *shape, device=device))
@@ -78,24 +119,54 @@ def require_fit(
         ) from error
 
 
-def accuracy_on_test(
-    model: nn.Module, recipe: Recipe, data: DataSet | PictureSet, *, device: torch.device
-) -> float:
-    """Returns the accuracy of `model` on the test images, in the precision of the recipe."""
+def _require_fit_of_texts(
+    model: nn.Module, recipe: Recipe, data: TextSet, *, device: torch.device
+) -> None:
+    longest = max(int(split.lengths.max()) for split in (data.train, data.test))
+    highest = max(int(split.tokens.max()) for split in (data.train, data.test))
+    config = getattr(getattr(model, "model", None), "config", None)
+    # on a GPU an embedding that is not there would end the process
+    for key, needed in (("max_position_embeddings", longest), ("vocab_size", highest + 1)):
+        known = getattr(config, key, None)
+        if known is not None and known < needed:
+            raise ValueError(
+                f"model {recipe.model.name!r} does not take the texts of {data.name!r}: its {key} "
+                f"is {known}, needed is {needed}"
+            )
+    scores = model.eval()(torch.ones(1, 2, longest, dtype=torch.int32, device=device))
+    wanted = (1, longest, 2) if data.task.sentences is None else (1, len(data.classes))
+    if tuple(scores.shape) != wanted:
+        raise ValueError(
+            f"model {recipe.model.name!r} has no head for {data.kind}: its scores are of shape "
+            f"{tuple(scores.shape)}, needed is {wanted}"
+        )
+
+
+def score_on_test(
+    model: nn.Module, recipe: Recipe, data: AnyData, *, device: torch.device
+) -> Score:
+    """Returns what `model` comes to on the test split, in the precision of the recipe."""
     batches = build_batches(recipe, data, train=False, device=device, seed=0)
-    return evaluate(model, batches.epoch(0), device, precision=recipe.train.precision)
+    return score(model, data, batches, device=device, precision=recipe.train.precision)
+
+
+def accuracy_on_test(
+    model: nn.Module, recipe: Recipe, data: AnyData, *, device: torch.device
+) -> float:
+    """Returns the value of `score_on_test`."""
+    return score_on_test(model, recipe, data, device=device).value
 
 
 def tune_(
     model: nn.Module,
     recipe: Recipe,
-    data: DataSet | PictureSet,
+    data: AnyData,
     *,
     device: torch.device,
     seed: int,
     trial: int = 0,
 ) -> None:
-    """Estimates the batch-norm statistics of `model` anew, on training images.
+    """Estimates the batch-norm statistics of `model` anew, on training images; not with texts.
 
     Args:
         model: on `device`.
@@ -105,6 +176,8 @@ def tune_(
         seed: of the choice.
         trial: another one makes another choice.
     """
+    if isinstance(data, TextSet):
+        return
     batches = calibration_batches(
         data,
         recipe.compress.calibration_samples,

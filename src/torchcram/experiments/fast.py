@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcram import CrAM
 from torchcram.experiments.data import ResidentBatches
 from torchcram.experiments.step import Batches, EagerStep, Step
+from torchcram.experiments.text.batches import TextBatches
+from torchcram.experiments.text.graphs import TextGraphStep, can_be_captured
 from torchcram.optim.graphs import GraphedStep
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ def make_step(
 ) -> Step:
     """Returns the fastest way to take steps: as CUDA graphs where that is possible.
 
-    It is with images that live on the GPU, unless an operator is a range or several processes
-    train together.
+    It is with images or texts that live on the GPU, unless an operator is a range or several
+    processes train together.
 
     Args:
         model: on `device`.
@@ -41,12 +43,16 @@ def make_step(
         batches: to train on.
         config: precision and label smoothing.
         device: of all that is computed.
-        compiled: let torch.compile fuse what graphs are captured of; takes about a minute.
+        compiled: let torch.compile fuse what graphs are captured of; takes about a minute. Not with
+            texts, whose batches have many lengths.
     """
     ranges = isinstance(optimizer, CrAM) and any(one.is_range for one in optimizer.operators)
     alone = not isinstance(model, DistributedDataParallel)
     if device.type == "cuda" and isinstance(batches, ResidentBatches) and alone and not ranges:
         return GraphStep(model, optimizer, batches, config, device, compiled=compiled)
+    capturable = device.type == "cuda" and alone and can_be_captured(optimizer)
+    if capturable and isinstance(batches, TextBatches):
+        return TextGraphStep(model, optimizer, batches, config, device)
     return EagerStep(model, optimizer, batches, config, device)
 
 

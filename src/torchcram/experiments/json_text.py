@@ -6,16 +6,14 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from torchcram.experiments.structure import build
+from torchcram.experiments.structure import UNLESS_DEFAULT, build
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
-UNLESS_DEFAULT = {
-    "written": "unless default"
-}  # metadata of a field that is left out at its default
+__all__ = ["UNLESS_DEFAULT", "dump", "parse"]
 
 
 def parse(kind: type[T], text: str | bytes, where: str) -> T:

@@ -7,20 +7,24 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.build import build_batches, trained_weights
+from torchcram import compress
+from torchcram.experiments.build import build_batches, target_weights, trained_weights
 from torchcram.experiments.data_parallel import (
     average_statistics_,
     data_parallel,
     seed_epoch,
 )
-from torchcram.experiments.evaluate import evaluate
+from torchcram.experiments.evaluate import score, tune_
 from torchcram.experiments.mask_change import MaskChange
 from torchcram.experiments.runlog import EpochRecord
 from torchcram.experiments.schedule import lr_at, set_lr_
 
 if TYPE_CHECKING:
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torch import nn
+
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.run import Run
+    from torchcram.experiments.score import Score
     from torchcram.experiments.step import MakeStep
 
 Progress = Callable[[float, int, "EpochRecord | None"], None]
@@ -42,13 +46,13 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        data: DataSet | PictureSet,
+        data: AnyData,
         make_step: MakeStep,
         progress: Progress | None,
     ) -> None:
         recipe, model, device, team = run.recipe, run.model, run.device, run.team
         self._recipe, self._model, self._device, self._team = recipe, model, device, team
-        self._optimizer, self._seed = run.optimizer, run.info.seed
+        self._optimizer, self._seed, self._data = run.optimizer, run.info.seed, data
         self._batches, self._test = (
             build_batches(recipe, data, train=train, device=device, seed=run.info.seed, team=team)
             for train in (True, False)
@@ -72,7 +76,7 @@ class Loop:
         Raises:
             FloatingPointError: if the loss is not finite.
         """
-        begin = time.perf_counter()
+        recipe, begin = self._recipe, time.perf_counter()
         lr = self._train(epoch)
         loss, compressed_loss = self._losses()
         trained = time.perf_counter()
@@ -82,23 +86,43 @@ class Loop:
                 "a smaller learning rate or rho may help"
             )
         average_statistics_(self._model, self._team)
+        found = self.score() if test else None
         return EpochRecord(
             epoch=epoch + 1,
             loss=loss,
             compressed_loss=compressed_loss,
-            accuracy=self.accuracy() if test else None,
+            accuracy=None if found is None else found.value,
             lr=lr,
             mask_change=self._change.update(),
             images_per_second=self._images / (trained - begin),
             seconds=time.perf_counter() - begin,
             processes=self._team.count,
+            metric=recipe.metric,
+            unit="images" if recipe.text is None else "sequences",
+            compressed_accuracy=self._compressed() if test else None,
+            others=None if found is None else found.others,
         )
 
-    def accuracy(self) -> float:
-        """Returns the test accuracy of the model as it is."""
-        precision = self._recipe.train.precision
-        batches = self._test.epoch(0)
-        return evaluate(self._model, batches, self._device, precision=precision, team=self._team)
+    def score(self, model: nn.Module | None = None) -> Score:
+        """Returns what the model as it is, or another one, comes to on the test split."""
+        return score(
+            self._model if model is None else model,
+            self._data,
+            self._test,
+            device=self._device,
+            precision=self._recipe.train.precision,
+            team=self._team,
+        )
+
+    def _compressed(self) -> float | None:
+        """Returns the same of the model compressed by the operator that the recipe watches."""
+        recipe, device = self._recipe, self._device
+        if recipe.compress.watch is None:
+            return None
+        weights = target_weights(recipe, self._model)
+        small = compress(self._model, recipe.compress.watch, weights=weights)
+        tune_(small, recipe, self._data, device=device, seed=self._seed)
+        return self.score(small).value
 
     def tell(self, done: float, record: EpochRecord | None = None) -> None:
         """Tells of the progress; within an epoch only now and then."""

@@ -9,20 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram import compress, compressible_weights, parse_operator, sparsity
-from torchcram.experiments.build import build_batches
+from torchcram import compress, parse_operator, sparsity
+from torchcram.experiments.build import build_batches, target_weights
 from torchcram.experiments.data_parallel import take_statistics_
-from torchcram.experiments.evaluate import evaluate, tune_
+from torchcram.experiments.evaluate import score, tune_
 from torchcram.experiments.results import TargetResult, mean, std
 from torchcram.experiments.run_folder import save_model
+from torchcram.experiments.score import Score
 from torchcram.experiments.team import ALONE, Team
+from torchcram.experiments.text.texts import TextSet
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from torchcram import Operator
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ _log = logging.getLogger(__name__)
 def one_shot(
     model: nn.Module,
     recipe: Recipe,
-    data: DataSet | PictureSet,
+    data: AnyData,
     targets: Sequence[str],
     *,
     device: torch.device,
@@ -68,31 +70,36 @@ def one_shot(
     operators = _read_targets(targets)
     if trials < 1:
         raise ValueError(f"trials={trials!r} is not a positive number")
-    names = compressible_weights(model, dense_ends=recipe.compress.dense_ends)
+    names = target_weights(recipe, model)
     test = build_batches(recipe, data, train=False, device=device, seed=seed, team=team)
 
-    def accuracy() -> float:
+    def tested() -> Score:
         precision = recipe.train.precision
-        return evaluate(small, test.epoch(0), device, precision=precision, team=team)
+        return score(small, data, test, device=device, precision=precision, team=team)
 
     results = []
     for operator in operators:
         with _warnings_to_log():
             small = compress(model, operator, weights=names)
         parameters = dict(small.named_parameters())
-        before, after = accuracy(), []
+        before, after = tested(), []
         for trial in range(trials):
+            if isinstance(data, TextSet):  # no statistics to tune
+                after.append(before)
+                continue
             tune_(small, recipe, data, device=device, seed=seed, trial=trial)
             take_statistics_(small, team)
-            after.append(accuracy())
+            after.append(tested())
+        values = [one.value for one in after]
         result = TargetResult(
             operator=str(operator),
             sparsity=sparsity({name: parameters[name] for name in names}),
             model_sparsity=sparsity(parameters),
-            before=before,
-            after=mean(after),
-            after_std=std(after),
+            before=before.value,
+            after=mean(values),
+            after_std=std(values),
             trials=trials,
+            others=after[-1].others,
         )
         if save_to is not None and team.first:
             save_model(small, save_to / f"{str(operator).replace(':', '-')}.safetensors")

@@ -25,7 +25,7 @@ from torchcram.experiments.team import ALONE, Team
 if TYPE_CHECKING:
     import torch
 
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.train import Trained
 
@@ -35,7 +35,7 @@ RESULT = "result.json"
 def outcome(
     folder: Path,
     trained: Trained,
-    data: DataSet | PictureSet,
+    data: AnyData,
     *,
     device: torch.device,
     file: str = RESULT,
@@ -65,7 +65,7 @@ def outcome(
 
 def measure(
     trained: Trained,
-    data: DataSet | PictureSet,
+    data: AnyData,
     *,
     device: torch.device,
     trials: int = 1,
@@ -110,6 +110,7 @@ def measure(
         machine=info.machine,
         versions=dict(info.versions),
         processes=trained.finished.processes,
+        others=trained.finished.others,
     )
     return merge_seed(None, recipe, seed)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,10 @@ from torchcram.experiments.recipe_config import (
     ScheduleConfig,
     TrainConfig,
 )
-from torchcram.experiments.structure import build, did_you_mean, plain, require
+from torchcram.experiments.score import ACCURACY
+from torchcram.experiments.structure import UNLESS_DEFAULT, build, did_you_mean, plain, require
+from torchcram.experiments.text.config import TextConfig, require_kind
+from torchcram.experiments.text.tasks import TASKS
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -36,6 +39,7 @@ __all__ = [
     "OptimizerConfig",
     "Recipe",
     "ScheduleConfig",
+    "TextConfig",
     "TrainConfig",
     "load_recipe",
     "recipe_names",
@@ -64,6 +68,7 @@ class Recipe:
     schedule: ScheduleConfig
     compress: CompressConfig
     cram: CramConfig | None = None
+    text: TextConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         named = _NAME.fullmatch(self.name) is not None
@@ -72,6 +77,15 @@ class Recipe:
         epochs, warmup = self.train.epochs, self.schedule.warmup_epochs
         allowed = f"at most train.epochs, which is {epochs}"
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
+        require_kind(self.text, self.model.name)
+        if self.text is not None:
+            require(self.data.augment == "none", "data.augment", self.data.augment, "none")
+            require(self.data.image_size is None, "data.image_size", self.data.image_size, "null")
+
+    @property
+    def metric(self) -> str:
+        """What its models are measured by."""
+        return ACCURACY if self.text is None else TASKS[self.text.task].metric
 
     @property
     def task(self) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchcram import Operator, parse_operator
 from torchcram.experiments.data.augment import AUGMENTS, STREAMED
 from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
-from torchcram.experiments.structure import BadValue, require, require_one_of
+from torchcram.experiments.structure import UNLESS_DEFAULT, BadValue, require, require_one_of
+from torchcram.experiments.text.names import ALLOWED, is_text_model
 from torchcram.operators.parse import SYNTAX
 from torchcram.optim.rules import RULES
 
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "constant", "linear")
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,26 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to train, and whether from the weights that torchvision has for it."""
+    """Which model to train, and from what.
+
+    Attributes:
+        name: of the model.
+        pretrained: start from the weights that torchvision or Transformers has for it.
+        freeze: a regular expression; parameters in whose names it is found are not trained.
+    """
 
     name: str
     pretrained: bool = False
+    freeze: str | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
-        if not is_model_name(self.name):
-            require_one_of("name", self.name, [*own_model_names(), f"{TORCHVISION}NAME"])
-        known = not self.pretrained or self.name.startswith(TORCHVISION)
+        text = is_text_model(self.name)
+        if not is_model_name(self.name) and not text:
+            names = [*own_model_names(), f"{TORCHVISION}NAME", *ALLOWED]
+            require_one_of("name", self.name, names)
+        known = not self.pretrained or text or self.name.startswith(TORCHVISION)
         require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
+        _require_pattern("freeze", self.freeze)
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: up in a line during warm-up, then down a cosine to 0, or constant."""
+    """The learning rate: up in a line during warm-up, then down to 0 or constant."""
 
     name: str = "cosine"
     warmup_epochs: int = 5
@@ -150,13 +161,22 @@ class CompressConfig:
         to: operators as text, no ranges.
         calibration_samples: how many training images batch-norm tuning sees.
         dense_ends: leave the first and the last layer as they are.
+        only: a regular expression; weights in whose names it is not found stay as they are.
+        watch: an operator as text; while training, the model is tested compressed by it too.
     """
 
     to: tuple[str, ...]
     calibration_samples: int = 1000
     dense_ends: bool = False
+    only: str | None = field(default=None, metadata=UNLESS_DEFAULT)
+    watch: str | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
+        _require_pattern("only", self.only)
+        if self.watch is not None:
+            watched = _operator("watch", self.watch)
+            require(not watched.is_range, "watch", self.watch, "one sparsity, or null")
+            object.__setattr__(self, "watch", str(watched))
         read = _operators("to", self.to)
         object.__setattr__(self, "to", tuple(map(str, read)))
         require(bool(read), "to", list(self.to), "at least one operator, such as global:0.9")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchcram.experiments import json_text
 from torchcram.experiments.differences import differences
 from torchcram.experiments.files import write_atomically
+from torchcram.experiments.score import ACCURACY
 from torchcram.experiments.structure import require
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class TargetResult:
         after: the same with statistics estimated anew, the mean over the calibration sets.
         after_std: its standard deviation over them, where there are several.
         trials: how many calibration sets.
+        others: further metrics, by name; as `after`.
     """
 
     operator: str
@@ -41,6 +43,7 @@ class TargetResult:
     after: float
     after_std: float | None = None
     trials: int = 1
+    others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(bool(self.operator.strip()), "operator", self.operator, "an operator as text")
@@ -63,6 +66,7 @@ class SeedResult:
         machine: where it ran.
         versions: of the packages, by name.
         processes: how many trained it together, at the end.
+        others: further metrics of the model as trained, by name.
     """
 
     seed: int
@@ -72,6 +76,7 @@ class SeedResult:
     machine: str
     versions: dict[str, str]
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
+    others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")
@@ -94,6 +99,7 @@ class Result:
         data: exact name of the data set.
         recipe: as plain data.
         seeds: at least one, in the order of their seeds, none twice.
+        metric: what is said to be accuracy elsewhere, from 0 to 1; the more the better.
     """
 
     task: str
@@ -103,6 +109,7 @@ class Result:
     data: str
     recipe: dict[str, Any]
     seeds: tuple[SeedResult, ...]
+    metric: str = field(default=ACCURACY, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         for key in ("task", "model", "method"):
@@ -176,6 +183,7 @@ def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Resul
         data=recipe.data.name,
         recipe=plain,
         seeds=tuple(sorted([*others, seed], key=lambda one: one.seed)),
+        metric=recipe.metric,
     )
 
 

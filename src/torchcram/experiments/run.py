@@ -30,6 +30,7 @@ from torchcram.experiments.run_folder import (
     write_info,
 )
 from torchcram.experiments.runlog import RunLog
+from torchcram.experiments.score import Score
 from torchcram.experiments.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Run:
 
     def finish(self, loop: Loop, eval_interval: int, checkpoint_interval: int) -> None:
         """Runs what is left of the epochs; leaves the model and what it came to."""
-        epochs, accuracy = self.recipe.train.epochs, None
+        epochs, found = self.recipe.train.epochs, None
         loop.tell(self.done)
         with self._log() as log:
             for epoch in range(self.done, epochs):
@@ -127,16 +128,18 @@ class Run:
                 record = loop.run(epoch, test=last or (epoch + 1) % eval_interval == 0)
                 if log is not None:
                     log.write(record)
-                self.done, accuracy = record.epoch, record.accuracy
+                self.done = record.epoch
+                if record.accuracy is not None:
+                    found = Score(record.accuracy, record.metric, record.others)
                 self.seconds += record.seconds
                 if last or record.epoch % checkpoint_interval == 0:
                     self._save()
                 loop.tell(record.epoch, record)
-        if accuracy is None:  # it was killed after the last checkpoint
-            accuracy = loop.accuracy()
+        if found is None:  # it was killed after the last checkpoint
+            found = loop.score()
         if self.team.first:
             save_model(self.model, self.folder / MODEL)
-            finished = Finished(accuracy, self.seconds, self.team.count)
+            finished = Finished(found.value, self.seconds, self.team.count, found.others)
             write_info(self.folder, replace(self.info, finished=finished))
 
     def _log(self) -> AbstractContextManager[RunLog | None]:

@@ -23,11 +23,12 @@ from torchcram.experiments.files import remove_leftovers, write_atomically
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.runlog import LOG
 from torchcram.experiments.structure import plain
+from torchcram.experiments.text.texts import TextSet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
 
 RECIPE, RUN, CHECKPOINTS, MODEL = "recipe.yaml", "run.json", "checkpoints", "model.safetensors"
 
@@ -37,14 +38,16 @@ class Finished:
     """What a finished training came to.
 
     Attributes:
-        accuracy: of the dense model on the test images, from 0 to 1.
+        accuracy: of the dense model on the test images, from 0 to 1; or the metric of the task.
         seconds: that it took.
         processes: how many trained together, at the end.
+        others: further metrics, by name.
     """
 
     accuracy: float
     seconds: float
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
+    others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,11 @@ class DataInfo:
 
     Attributes:
         name: of the data set.
-        train_images: how many.
+        train_images: how many; of texts, the sequences.
         test_images: how many.
         classes: their names.
         mean: of the training images, per channel.
+        contents: a digest of texts.
     """
 
     name: str
@@ -64,12 +68,14 @@ class DataInfo:
     test_images: int
     classes: tuple[str, ...]
     mean: tuple[float, ...]
+    contents: str = field(default="", metadata=json_text.UNLESS_DEFAULT)
 
     @classmethod
-    def of(cls, data: DataSet | PictureSet) -> DataInfo:
+    def of(cls, data: AnyData) -> DataInfo:
         """Describes a data set."""
         mean = tuple(round(value, 6) for value in data.mean)  # machines differ in the last digits
-        return cls(data.name, len(data.train), len(data.test), data.classes, mean)
+        contents = data.contents if isinstance(data, TextSet) else ""
+        return cls(data.name, len(data.train), len(data.test), data.classes, mean, contents)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchcram.experiments import json_text
 from torchcram.experiments.files import write_atomically
+from torchcram.experiments.score import ACCURACY
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -27,12 +28,18 @@ class EpochRecord:
         epoch: how many are done with it, from 1.
         loss: mean training loss at w.
         compressed_loss: mean training loss at w~; None where no step had one.
-        accuracy: on the test images, from 0 to 1; None where they were not looked at.
+        accuracy: on the test images, from 0 to 1; None where they were not looked at. For other
+            tasks their metric.
         lr: learning rate of the last step.
         mask_change: see `MaskChange`.
         images_per_second: of training alone.
         seconds: of training, evaluation and all else in the epoch but the checkpoint.
         processes: how many trained together.
+        metric: what `accuracy` is.
+        unit: what there are so many of in a second, where it is not images.
+        compressed_accuracy: the same of the model compressed by the operator that the recipe
+            watches, if it does.
+        others: further metrics of the dense model, by name.
     """
 
     epoch: int
@@ -44,6 +51,10 @@ class EpochRecord:
     images_per_second: float
     seconds: float
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
+    metric: str = field(default=ACCURACY, metadata=json_text.UNLESS_DEFAULT)
+    unit: str = field(default="images", metadata=json_text.UNLESS_DEFAULT)
+    compressed_accuracy: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
 
 class RunLog:
@@ -71,8 +82,10 @@ class RunLog:
         self._file.flush()
         if self._board is None:
             return
-        for name, value in asdict(record).items():
-            if name not in ("epoch", "processes") and value is not None:
+        values = asdict(record)
+        values |= values.pop("others") or {}
+        for name, value in values.items():
+            if name not in ("epoch", "processes", "metric", "unit") and value is not None:
                 self._board.add_scalar(name, value, record.epoch)
         self._board.flush()
 

@@ -19,7 +19,7 @@ def lr_at(
     """W warm-up steps at lr (step + 1) / W, then lr (1 + cos(pi (step - W) / (T - W))) / 2.
 
     T is the number of all steps, so that the step after the last one would have 0. The schedule
-    "constant" stays at lr after the warm-up.
+    "linear" is lr (T - step) / (T - W) after the warm-up, and "constant" stays at lr.
 
     Args:
         step: of the whole training, from 0.
@@ -34,8 +34,10 @@ def lr_at(
         return lr * (step + 1) / warmup
     if config.name == "constant":
         return lr
+    if config.name == "linear":
+        return lr * (total - step) / max(1, total - warmup)
     if config.name != "cosine":
-        raise ValueError(f"schedule {config.name!r}: allowed are 'cosine' and 'constant'")
+        raise ValueError(f"schedule {config.name!r}: allowed are 'cosine', 'linear', 'constant'")
     return lr * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))) / 2
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from torchcram.experiments.text.spans import span_loss
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -113,7 +115,7 @@ def train_on(
     def closure() -> Tensor:
         optimizer.zero_grad()
         with autocast(images.device, config.precision):
-            loss = F.cross_entropy(model(images), labels, label_smoothing=config.label_smoothing)
+            loss = loss_of(model(images), labels, config.label_smoothing)
         loss.backward()
         found.append(loss.detach())
         return found[-1]
@@ -121,6 +123,13 @@ def train_on(
     optimizer.step(closure)  # type: ignore[arg-type]  # the loss may stay a tensor
     at_w, *at_compressed = found
     return at_w, at_compressed[-1] if at_compressed else None  # C-SAM goes to C(w) before
+
+
+def loss_of(scores: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy of class scores, (n, classes), or of first and last tokens, (n, t, 2)."""
+    if scores.dim() == 3:
+        return span_loss(scores, labels, smoothing)
+    return F.cross_entropy(scores, labels, label_smoothing=smoothing)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

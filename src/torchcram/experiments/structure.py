@@ -15,6 +15,9 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 T = TypeVar("T")
 
+UNLESS_DEFAULT = {
+    "written": "unless default"
+}  # metadata of a field that is left out at its default
 SHOWN = 80  # characters of a wrong value that a message repeats
 
 
@@ -55,8 +58,12 @@ def build(kind: type[T], data: object, where: str) -> T:
 def plain(value: object) -> Any:  # noqa: ANN401
     """Returns a dataclass as what `build` makes it from: mappings, lists and scalars."""
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: plain(getattr(value, field.name)) for field in fields}
+        pairs = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {
+            field.name: plain(found)
+            for field, found in pairs
+            if field.metadata != UNLESS_DEFAULT or found != field.default
+        }
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value

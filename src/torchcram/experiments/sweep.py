@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from torchcram import parse_operator
 from torchcram.experiments import yaml_text
-from torchcram.experiments.data import DataSet, PictureSet, hold_out
+from torchcram.experiments.data import AnyData, hold_out
 from torchcram.experiments.outcome import outcome
 from torchcram.experiments.recipe_changes import as_name, with_targets
 from torchcram.experiments.results import mean
 from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.text.texts import TextSet
 from torchcram.experiments.train import Progress, train
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def sweep(
     recipes: Mapping[Overrides, Recipe],
     out: Path,
     *,
-    data: DataSet | PictureSet,
+    data: AnyData,
     device: torch.device,
     seed: int,
     score: Sequence[str] = (),
@@ -110,7 +111,7 @@ def sweep(
     Returns:
         The points, best first; where scores are equal, in the order they were given.
     """
-    held: DataSet | PictureSet = hold_out(data, HELD_OUT)  # type: ignore[type-var]  # of its kind
+    held = _held_out(data)
     wanted = [str(parse_operator(text)) for text in score]
     points = []
     for overrides, recipe in recipes.items():
@@ -134,6 +135,13 @@ def sweep(
         value = mean([after[operator] for operator in wanted or recipe.compress.to])
         points.append(Point(overrides, name, value, found.dense, after))
     return sorted(points, key=lambda one: -1.0 if one.score is None else one.score, reverse=True)
+
+
+def _held_out(data: AnyData) -> AnyData:
+    if isinstance(data, TextSet):
+        return data.hold_out(HELD_OUT)
+    held: AnyData = hold_out(data, HELD_OUT)  # type: ignore[type-var]  # of its kind
+    return held
 
 
 def folder_name(overrides: Overrides) -> str:

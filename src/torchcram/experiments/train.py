@@ -33,7 +33,7 @@ from torchcram.experiments.versions import machine_name, versions
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchcram.experiments.data import DataSet, PictureSet
+    from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
 
 __all__ = ["Progress", "Start", "Trained", "load_trained", "train"]
@@ -56,7 +56,7 @@ def train(
     recipe: Recipe,
     folder: Path,
     *,
-    data: DataSet | PictureSet,
+    data: AnyData,
     seed: int,
     device: torch.device,
     start: Start | None = None,

@@ -10,7 +10,7 @@ import torch
 
 from torchcram import __version__
 
-PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn")
+PACKAGES = ("torch", "torchvision", "transformers", "numpy", "scikit-learn")
 
 
 def versions() -> dict[str, str]:

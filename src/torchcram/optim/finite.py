@@ -95,7 +95,8 @@ class FiniteGuard:
                 "check_finite=True, for which the host would have to wait: take a fused one"
             )
         self.reset()
-        self._left_out = torch.zeros((), device=device)
+        if self._left_out is None:  # graphs captured earlier add to the same count
+            self._left_out = torch.zeros((), device=device)
 
     def raise_if_left_out(self) -> None:
         """Waits for the device; refuses if a captured step had to be left out."""

@@ -3,45 +3,60 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import Result
+from torchcram.experiments.results import Result, mean
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 from torchcram.report.table import NOTICEABLE
 
 NOT_RUN = "not run yet"
+_CHANGE = "vs dense: the change in points"
 _NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
 
 
 def result_table(result: Result) -> Table:
     """Returns one line per target, for the terminal; means where there are several seeds."""
-    over = summary.repeated(result)
+    over, tuned = summary.repeated(result), summary.tuned(result)
     name = f"{result.task}/{result.model}/{result.method}"
     # as Text, for which brackets are no markup
     table = Table(
-        title=Text(f"{name}: test accuracy in % on {result.data}, compressed in one shot"),
-        caption="sparsity in % of the compressible weights and of all parameters; BNT: batch-norm "
-        "statistics estimated anew; vs dense: BNT - dense" + (f"; ± over {over}" if over else ""),
+        title=Text(f"{name}: test {result.metric} in % on {result.data}, compressed in one shot"),
+        caption="sparsity in % of the compressible weights and of all parameters; "
+        + ("BNT: batch-norm statistics estimated anew; vs dense: BNT - dense" if tuned else _CHANGE)
+        + (f"; ± over {over}" if over else ""),
     )
     table.add_column("target", no_wrap=True)
-    for column in ("sparsity", "of all", "as is", "BNT", "vs dense"):
+    others = list(result.seeds[0].others or ())
+    measured = ("as is", "BNT") if tuned else (result.metric,)
+    for column in ("sparsity", "of all", *measured, "vs dense", *others):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_row("dense", "", "", str(summary.dense(result)), "", "", end_section=True)
+    blank = [""] * (len(measured) - 1)
+    further = [_further(one, [seed.others for seed in result.seeds]) for one in others]
+    dense = str(summary.dense(result))
+    table.add_row("dense", "", "", dense, *blank, "", *further, end_section=True)
     for operator, row in summary.summaries(result).items():
+        targets = [one for seed in result.seeds for one in seed.targets if one.operator == operator]
         table.add_row(
             Text(operator),
             f"{100 * row.sparsity:.1f}",
             f"{100 * row.model_sparsity:.1f}",
-            percent(row.before.mean),
+            *([percent(row.before.mean)] if tuned else []),
             str(row.after),
             Text(points(row.change.mean), "bold red" if row.change.mean < -NOTICEABLE else ""),
+            *[_further(one, [target.others for target in targets]) for one in others],
         )
     return table
+
+
+def _further(name: str, found: Sequence[Mapping[str, float] | None]) -> str:
+    """Returns the mean of a further metric, where it was measured."""
+    values = [one[name] for one in found if one is not None and name in one]
+    return percent(mean(values)) if values else ""
 
 
 def markdown_table(results: Iterable[Result], name: str) -> str:
@@ -95,8 +110,10 @@ def _note(results: Sequence[Result]) -> str:
         return "Nothing of this has been run yet."
     data = ", ".join(dict.fromkeys(_escaped(one.data) for one in results))
     machines = dict.fromkeys(_escaped(seed.machine) for one in results for seed in one.seeds)
+    metric = " and ".join(dict.fromkeys(_escaped(one.metric) for one in results))
+    after = " after batch-norm tuning" if any(map(summary.tuned, results)) else ""
     return (
-        f"Test accuracy in % on {data} after batch-norm tuning; in brackets the change from the "
+        f"Test {metric} in % on {data}{after}; in brackets the change from the "
         "same model dense, in points. Mean ± standard deviation where there are several seeds. "
         f"Min: minutes of one training, {', '.join(machines)}."
     )

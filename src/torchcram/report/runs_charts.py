@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchcram.report.runs import Run
-from torchcram.report.summary import Spread, global_sparsity, percent, points
+from torchcram.report.summary import Spread, on_the_axis, percent, points, tuned
 
 FLOOR = -10.0  # points; what lost more leaves the frame, so that small changes can be seen
 
@@ -41,14 +41,17 @@ METRICS = {
 
 
 def accuracy_chart(runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns accuracy after tuning against sparsity, and its change from dense.
+    """Returns the metric, after tuning if any, against sparsity, and its change from dense.
 
-    Only targets of global sparsity: the others are not comparable along one axis.
+    Only targets of global sparsity, and of uniform sparsity for language models, where all layers
+    are alike: the others are not comparable along one axis.
     """
+    metric = " or ".join(dict.fromkeys(run.result.metric for run in runs))
+    after = " after BNT" if any(tuned(run.result) for run in runs) else ""
     return {
         "x": {"label": "weights set to zero in one shot, %", "min": 0, "max": 100, "least": 0},
         "views": [
-            {"name": "accuracy", "label": "test accuracy after BNT, %", "floor": None},
+            {"name": metric, "label": f"test {metric}{after}, %", "floor": None},
             {"name": "change from dense", "label": "change from dense, points", "floor": FLOOR},
         ],
         "series": [{"name": run.label, "style": run.style, "points": _points(run)} for run in runs],
@@ -85,15 +88,18 @@ def _points(run: Run) -> list[dict[str, Any]]:
             "x": 0,
             "y": [100 * run.dense.mean, 0],
             "std": [100 * (run.dense.std or 0), 0],
-            "text": [["operator", "dense"], ["accuracy", _percent(run.dense)]],
+            "text": [["operator", "dense"], [run.result.metric, _percent(run.dense)]],
         }
     ]
-    pruned = [row for row in run.rows.values() if global_sparsity(row.operator)]
+    pruned = [row for row in run.rows.values() if on_the_axis(run.result, row.operator)]
     for row in sorted(pruned, key=lambda row: row.sparsity):
+        measured = {run.result.metric: _percent(row.after)}
+        if tuned(run.result):
+            before = f"{percent(row.before.mean)} %"
+            measured = {"before BNT": before, "after BNT": _percent(row.after)}
         text = {
             "operator": row.operator,
-            "before BNT": f"{percent(row.before.mean)} %",
-            "after BNT": _percent(row.after),
+            **measured,
             "change from dense": points(row.change.mean),
         }
         found.append(

@@ -99,9 +99,24 @@ def global_sparsity(operator: str) -> bool:
         return False
 
 
+def on_the_axis(result: Result, operator: str) -> bool:
+    """Says whether a target is comparable with others by its sparsity alone."""
+    if tuned(result):
+        return global_sparsity(operator)
+    try:
+        return isinstance(parse_operator(operator), (GlobalTopK, UniformTopK))
+    except ValueError:
+        return False
+
+
 def epochs(result: Result) -> str:
     """Returns the epochs of the recipe as text, or nothing where it has none."""
     return str(flat(result.recipe).get("train.epochs", ""))
+
+
+def tuned(result: Result) -> bool:
+    """Says whether batch norm was tuned after compression; not in a language model."""
+    return result.recipe.get("text") is None
 
 
 def minutes(result: Result) -> float:

@@ -1,4 +1,4 @@
-"""Image data: by name from files, packed, and as batches on a device."""
+"""Data: by name from files, packed, and as batches on a device."""
 
 from torchcram.experiments.data.augment import AUGMENTS
 from torchcram.experiments.data.batches import calibration_batches, make_batches
@@ -9,11 +9,15 @@ from torchcram.experiments.data.pictures import Pictures, PictureSet
 from torchcram.experiments.data.resident import NO_LABEL, ResidentBatches
 from torchcram.experiments.data.sources import dataset_names, load_data
 from torchcram.experiments.data.stream import StreamBatches
+from torchcram.experiments.text.texts import TextSet
+
+AnyData = DataSet | PictureSet | TextSet
 
 __all__ = [
     "AUGMENTS",
     "NO_LABEL",
     "WHOLE",
+    "AnyData",
     "DataSet",
     "Images",
     "PackedError",

@@ -77,7 +77,7 @@ def packed(
                 return read(path)
             except PackedError as error:
                 warnings.warn(f"{error}; it is made anew", stacklevel=3)
-    path = places[0] if _writable(source.folder) else places[1]
+    path = places[0] if writable(source.folder) else places[1]
     with taking_turns(path.parent):
         with suppress(PackedError):
             return read(path)  # another process made it meanwhile
@@ -94,7 +94,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchcram"
 
 
-def _writable(folder: Path) -> bool:
+def writable(folder: Path) -> bool:
+    """Whether files may be put into a folder, or it is still to be made."""
     if not folder.is_dir():
         return True  # a download makes it
     # the mode too: a folder closed to writing stays as it is even when root comes by

@@ -1,0 +1,1 @@
+"""Language tasks: question answering by spans, and classification of sentences."""

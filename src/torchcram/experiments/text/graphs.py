@@ -1,0 +1,80 @@
+"""Training steps on texts as CUDA graphs, for each length its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchcram import CrAM
+from torchcram.experiments.step import EagerStep
+from torchcram.optim.graphs import GraphedStep
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram.experiments.recipe import TrainConfig
+    from torchcram.experiments.text.batches import TextBatches
+
+
+def can_be_captured(optimizer: Optimizer) -> bool:
+    """Whether steps of an optimizer can be graphs of several lengths.
+
+    Masks that are kept from step to step cannot: each length would keep its own.
+    """
+    if not isinstance(optimizer, CrAM):
+        return True
+    ranges = any(one.is_range for one in optimizer.operators)
+    return not ranges and optimizer._draws.mask_interval == 1
+
+
+class TextGraphStep(EagerStep):
+    """Takes steps that run on the GPU as a whole; the host only says which sequences, how long.
+
+    Args:
+        model: on `device`.
+        optimizer: of its parameters, `CrAM` or plain, fused; one that `can_be_captured`.
+        batches: to train on, on `device`.
+        config: precision and label smoothing.
+        device: a GPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: TextBatches,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model.train(), optimizer, batches, config, device)
+        self._texts, self._number = batches, 0
+        self._chosen = batches.places(0).clone()  # where every graph finds its sequences
+        self._takes: dict[int, GraphedStep] = {}
+        # the longest first: what it needs of memory is enough for the others
+        for length in sorted(set(batches.lengths), reverse=True):
+            self._chosen.copy_(batches.places(batches.lengths.index(length)))
+            self._takes[length] = GraphedStep(model, optimizer, partial(self._step, length))
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begins an epoch."""
+        self._texts.start_epoch(epoch)
+        self._number = 0
+        self._sums.zero_()
+
+    def run(self) -> None:
+        """Takes a step on the next batch."""
+        self._chosen.copy_(self._texts.places(self._number))
+        self._takes[self._texts.lengths[self._number]]()
+        self._number += 1
+
+    def losses(self) -> tuple[float, float | None]:
+        """Returns the mean losses of the epoch so far."""
+        for take in self._takes.values():
+            take.check()
+        return super().losses()
+
+    def _step(self, length: int) -> None:
+        self._train_on(self._texts.at(self._chosen, length))

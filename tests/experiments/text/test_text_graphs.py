@@ -1,0 +1,94 @@
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from torchcram import CrAM
+from torchcram.experiments.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.fast import make_step
+from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.step import EagerStep
+from torchcram.experiments.text import graphs
+from torchcram.experiments.text.graphs import TextGraphStep, can_be_captured
+from torchcram.experiments.text.load import load_text
+from torchcram.optim import graphs as optim_graphs
+
+CPU = torch.device("cpu")
+SETS = ["text.length=48", "text.stride=16", "train.batch_size=4", "optimizer.lr=0.01"]
+
+
+class Plain:
+    """Stands for graphs where there is no GPU: the body runs at once."""
+
+    def __init__(self, _model, _optimizer, body):
+        self._body = body
+
+    def __call__(self):
+        self._body()
+
+    def check(self):
+        pass
+
+
+@pytest.mark.parametrize("method", ["adam", "cram-plus-multi"])
+def test_steps_are_those_of_a_training_without_graphs(method, tiny, questions, monkeypatch):
+    monkeypatch.setattr(graphs, "GraphedStep", Plain)
+    recipe = load_recipe(f"squad/minilm-l6/{method}", [f"model.name={tiny}", *SETS])
+    data = load_text(recipe, questions)
+    ends = []
+    for kind in (EagerStep, TextGraphStep):
+        torch.manual_seed(0)
+        model = build_initial_model(recipe, classes=2, seed=0).train()
+        optimizer = build_optimizer(recipe, model, seed=0)
+        batches = build_batches(recipe, data, train=True, device=CPU, seed=0)
+        step = kind(model, optimizer, batches, recipe.train, CPU)
+        torch.manual_seed(1)
+        for epoch in range(2):
+            step.start_epoch(epoch)
+            for _ in range(len(batches)):
+                step.run()
+        ends.append((step.losses(), model.state_dict()))
+    (losses, weights), (other_losses, other_weights) = ends
+    assert losses == other_losses
+    assert all(weights[name].equal(other_weights[name]) for name in weights)
+
+
+def test_kept_masks_and_ranges_are_not_captured():
+    model = torch.nn.Linear(4, 4)
+    base = SGD(model.parameters(), 0.1)
+    assert can_be_captured(base)
+    assert can_be_captured(CrAM(model, base, "uniform:0.5"))
+    assert not can_be_captured(CrAM(model, base, "uniform:0.5", mask_interval=2))
+    assert not can_be_captured(CrAM(model, base, "uniform:0.2-0.5"))
+
+
+def test_a_cpu_takes_plain_steps(tiny, questions):
+    recipe = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", *SETS])
+    model = build_initial_model(recipe, classes=2, seed=0)
+    batches = build_batches(recipe, load_text(recipe, questions), train=True, device=CPU, seed=0)
+    step = make_step(model, AdamW(model.parameters()), batches, recipe.train, CPU)
+    assert type(step) is EagerStep
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["adam", "cram-plus-multi"])
+def test_graphs_train_as_plain_steps_do(method, tiny, questions):
+    assert graphs.GraphedStep is optim_graphs.GraphedStep
+    device = torch.device("cuda")
+    sets = [f"model.name={tiny}", *SETS, "train.precision=fp32"]
+    recipe = load_recipe(f"squad/minilm-l6/{method}", sets)
+    data = load_text(recipe, questions)
+    ends = []
+    for kind in (EagerStep, TextGraphStep):
+        model = build_initial_model(recipe, classes=2, seed=0).to(device)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # graphs draw other numbers
+        model.model.config.attention_probs_dropout_prob = 0.0
+        optimizer = build_optimizer(recipe, model, seed=0)
+        batches = build_batches(recipe, data, train=True, device=device, seed=0)
+        step = kind(model.train(), optimizer, batches, recipe.train, device)
+        step.start_epoch(0)
+        for _ in range(len(batches)):
+            step.run()
+        ends.append(step.losses())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-3)
