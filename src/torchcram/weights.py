@@ -60,7 +60,8 @@ def compressible_weights(
     """Returns the weights of all convolution and Linear layers of `model`, by parameter name.
 
     Embeddings, norms, biases and bare parameters are never compressible; neither is a Linear weight
-    that is tied to an embedding.
+    that is tied to an embedding. A model that FSDP shards drops what it has gathered first, so call
+    this between passes.
 
     Args:
         model: any module.

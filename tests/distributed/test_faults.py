@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from torchcram import CRAM, CRAM_PLUS, CrAM
+from torchcram.optim.agreement import require_alike_everywhere
 
 
 def parallel(kind, model):
@@ -147,3 +148,17 @@ def test_a_hang_is_a_failure(run):
     with pytest.raises(TimeoutError, match="after 4 s"):
         run(2, _goes_on_for_ever, seconds=4)
     assert time.monotonic() - began < 20
+
+
+def _wrapped_later(rank):
+    """A loop that wraps the model after the optimizer was made asks for the comparison itself."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    require_alike_everywhere(CrAM(model, base, "global:0.5"))
+    with pytest.raises(ValueError, match=r"operators: .* on rank 0, .* on rank 1"):
+        require_alike_everywhere(CrAM(model, base, ["global:0.9", "global:0.5"][rank]))
+
+
+def test_a_model_that_is_wrapped_later():
+    assert run_ranks(2, _wrapped_later) == 2

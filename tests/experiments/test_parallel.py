@@ -73,6 +73,15 @@ for _ in range(600):  # a signal just before a sleep is heard only after it
 """
 
 
+@pytest.fixture
+def _heard_ctrl_c():
+    """What runs the tests may have switched it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard_ctrl_c")
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are other ones there")
 @pytest.mark.parametrize("how", ["error", "SIGTERM", "SIGINT"])
 def test_all_end_politely_when_this_does(tmp_path, how):

@@ -13,6 +13,7 @@ from torchcram.experiments.data_parallel import (
     average_statistics_,
     data_parallel,
     seed_epoch,
+    take_statistics_,
 )
 from torchcram.experiments.evaluate import score, tune_
 from torchcram.experiments.mask_change import MaskChange
@@ -122,6 +123,7 @@ class Loop:
         weights = target_weights(recipe, self._model)
         small = compress(self._model, recipe.compress.watch, weights=weights)
         tune_(small, recipe, self._data, device=device, seed=self._seed)
+        take_statistics_(small, self._team)
         return self.score(small).value
 
     def tell(self, done: float, record: EpochRecord | None = None) -> None:

@@ -28,8 +28,21 @@ def require_alike(optimizer: CrAM) -> None:
         ValueError: on every process, with what differs and where.
     """
     groups = [peers.group for peers in optimizer._spread.everyone] or _ddp_groups(optimizer.model)
-    if not groups:
-        return
+    if groups:
+        _compare(optimizer, groups)
+
+
+def require_alike_everywhere(optimizer: CrAM) -> None:
+    """Compares what was given on all processes there are: for loops that wrap the model later.
+
+    Raises:
+        ValueError: on every process, with what differs and where.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _compare(optimizer, [dist.group.WORLD])
+
+
+def _compare(optimizer: CrAM, groups: list[Any]) -> None:
     given = _given(optimizer)
     digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()
     if len(set(_on_all(digest, groups).values())) > 1:

@@ -52,12 +52,16 @@ class TrainingState(Stateful):
         state = self.optimizer._extra_state()["cram"]
         kept = {(operator, at): masks for operator, at, masks in state["masks"]}
         slots = self._slots()
+        begun = self._begun()
         draws = {
             "generator": state["generator"].numpy().tobytes().hex(),
+            "begun": begun,
             "uses": state["uses"],
             "slots": [slot if slot in kept else None for slot in slots],
         }
         optimizer: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer.base)
+        if not begun:
+            self.optimizer.base.state.clear()  # torch has taken a step to have some
         self._begin_states(optimizer["state"])
         return {
             "model": get_model_state_dict(self.model),
@@ -76,6 +80,9 @@ class TrainingState(Stateful):
             self.model, self.optimizer.base, optim_state_dict=state_dict["optimizer"]
         )
         draws = json.loads(state_dict["draws"])
+        for name, parameter in self._trained():
+            if name not in draws["begun"]:
+                self.optimizer.base.state.pop(parameter, None)
         generator = torch.frombuffer(bytearray.fromhex(draws["generator"]), dtype=torch.uint8)
         masks = []
         for number, slot in enumerate(draws["slots"]):
@@ -110,15 +117,15 @@ class TrainingState(Stateful):
         return {name: pack_bits((local(held[plain]) >> place) & 1) for name, plain in names.items()}
 
     def _begin_states(self, states: dict[str, Any]) -> None:
-        """Adds states of zeros for parameters that have had no gradient yet.
+        """Adds states of zeros for parameters that have had no gradient yet; loading drops them.
 
         An optimizer that a checkpoint is to be loaded into has states of all parameters.
         """
         if not states:
             return
-        name, known = next(iter(states.items()))
         parameters = dict(self._trained())
-        shape = parameters[name].shape
+        name = max(states, key=lambda name: parameters[name].dim())  # a scalar is like its count
+        known, shape = states[name], parameters[name].shape
         for other in parameters.keys() - states.keys():
             states[other] = {
                 key: torch.zeros_like(parameters[other] if value.shape == shape else value)
@@ -130,7 +137,12 @@ class TrainingState(Stateful):
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             if id(parameter) in trained and parameter.requires_grad:
-                yield _plain(self.model, name), parameter.detach()
+                yield _plain(self.model, name), parameter
+
+    def _begun(self) -> list[str]:
+        """Returns the parameters that the base optimizer has a state of."""
+        states = self.optimizer.base.state
+        return [name for name, parameter in self._trained() if states.get(parameter)]
 
 
 def _plain(model: nn.Module, name: str) -> str:

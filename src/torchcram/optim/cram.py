@@ -105,7 +105,7 @@ class CrAM(Wrapper):
         self.check_finite = check_finite
         self._draws = Draws(drawn if rule.compresses else (), mask_interval, seed)
         self._draw = Draw()  # what this step is
-        self._guard = FiniteGuard(base, self._spread)
+        self._guard = FiniteGuard(base, self._spread, self._draws.forget_all)
         self._backup = Backup(self._spread)
         self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
         self._inside = False  # a compressed pass
@@ -178,8 +178,8 @@ class CrAM(Wrapper):
             raise
         finally:
             self._backup.restore()  # w
-            self._forget_copies()  # of w~
             self._inside = False
+            self._forget_copies()  # of w~
         self._pending.pop(0)
         self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
         self._check_finite(one, g, grad_scaler)
@@ -297,7 +297,10 @@ class CrAM(Wrapper):
         self._guard.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        backup, guard = Backup(self._spread), FiniteGuard(self.base, self._spread)
+        backup, guard = (
+            Backup(self._spread),
+            FiniteGuard(self.base, self._spread, self._draws.forget_all),
+        )
         scratch = {"_backup": backup, "_guard": guard, "_pending": [], "_inside": False}
         return {**super().__getstate__(), **scratch}
 

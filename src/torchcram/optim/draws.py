@@ -109,6 +109,10 @@ class Draws:
         """Drops the masks of an operator: its next use computes new ones."""
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] != operator}
 
+    def forget_all(self) -> None:
+        """Drops the masks of all operators."""
+        self._masks = {}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later draws and masks depend on."""
         return {

@@ -9,6 +9,8 @@ import torch
 from torchcram.optim.gradients import Gradients, norm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -76,9 +78,10 @@ class FiniteGuard:
     and learns of it one step later.
     """
 
-    def __init__(self, base: Optimizer, spread: Spread) -> None:
+    def __init__(self, base: Optimizer, spread: Spread, forget: Callable[[], None]) -> None:
         self._base = base
         self._spread = spread
+        self._forget = forget  # masks, which such gradients may have led to
         self._bad: Tensor | None = None  # 1.0 if the gradients at hand are not finite
         self._earlier: tuple[Tensor, torch.cuda.Event] | None = None  # that of the step before
         self._left_out: Tensor | None = None  # how many steps of CUDA graphs
@@ -147,4 +150,5 @@ class FiniteGuard:
         (bad, done), self._earlier = self._earlier, None
         done.synchronize()
         if bad:
+            self._forget()
             raise FloatingPointError("NaN or infinite gradient: the step before this was not taken")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from torchcram.layers import local_weights
 from torchcram.optim.cram import CrAM
@@ -103,8 +104,8 @@ class GraphedStep:
 
 
 def _prepare(cram: CrAM, device: torch.device) -> None:
-    if cram._spread.everyone:
-        raise ValueError("a step over sharded parameters asks other processes: not to be captured")
+    if cram._spread.sharded or isinstance(cram.model, DistributedDataParallel):
+        raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
     for operator in cram._draws.operators:
         if operator.is_range:
             raise ValueError(f"{operator} is another operator at every step: not to be captured")

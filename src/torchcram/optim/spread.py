@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,10 +75,20 @@ class Spread:
         reshard(self._modules)
 
     def recover(self) -> None:
-        """Gets FSDP out of a pass that an exception ended, as far as this torch can."""
+        """Gets FSDP out of a pass that an exception ended."""
         inside: set[int] = set()
         for module in self._modules:
-            if id(module) not in inside and hasattr(module, "reset_iter_state"):
+            if not hasattr(module, "reset_iter_state"):  # torch before it could
+                _make_idle(module)
+            elif id(module) not in inside:
                 with suppress(RuntimeError):  # its root is outside this model
                     module.reset_iter_state()
             inside.update(map(id, module.modules()))
+
+
+def _make_idle(module: Any) -> None:  # noqa: ANN401
+    """Lets `reshard` drop what an unfinished forward has gathered."""
+    state = module._get_fsdp_state()
+    for one in (state, state._fsdp_param_group):
+        if one is not None:
+            one._training_state = type(one._training_state).IDLE
