@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 from torchmetrics import MeanMetric  # noqa: E402
 
+from torchcram.integrations import lightning as integration  # noqa: E402
 from torchcram.integrations.lightning import CompressedPass  # noqa: E402
 
 pytestmark = [
@@ -232,6 +233,8 @@ def test_afterwards_the_optimizer_takes_closures_again():
     fit = trainer(epochs=1)
     module = Net()
     fit.fit(module, loader(batches()))
+    callback = fit.callbacks[0]
+    assert (callback._optimizer, callback._apart, callback._micro) == (None, None, [])
     calls = itertools.count()
 
     def closure():
@@ -243,6 +246,39 @@ def test_afterwards_the_optimizer_takes_closures_again():
 
     fit.optimizers[0].step(closure)
     assert next(calls) == 2
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_training_that_is_broken_off_lets_go_of_the_optimizer(error):
+    class Breaks(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    module, fit, calls = Breaks(), trainer(), itertools.count()
+    with pytest.raises((KeyError, KeyboardInterrupt, SystemExit)):
+        fit.fit(module, loader(batches()))
+    callback = fit.callbacks[0]
+    assert (callback._optimizer, callback._apart, callback._micro) == (None, None, [])
+
+    def closure():
+        next(calls)
+        module.zero_grad()
+        loss = module.net(batches()[0]["x"]).sum()
+        loss.backward()
+        return loss
+
+    fit.optimizers[0].step(closure)
+    assert next(calls) == 2
+
+
+def test_processes_are_to_be_given_the_same(monkeypatch):
+    compared = []
+    monkeypatch.setattr(integration, "require_alike_everywhere", compared.append)
+    fit = trainer(epochs=1)
+    fit.fit(Net(), loader(batches()))
+    assert compared == fit.optimizers
 
 
 def test_the_wrong_optimizers_are_refused():

@@ -1,6 +1,7 @@
 """Validation of the compressed model, which leaves the model and its training as they are."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -185,8 +186,59 @@ def test_checkpoints_can_follow_a_target(tmp_path):
 
 def test_batch_norm_needs_training_batches():
     module = Net()
-    with pytest.warns(UserWarning, match="no training batch was seen yet"):
+    with pytest.warns(UserWarning, match="kept during fit only"):
         trainer(CompressedValidation(TARGETS)).validate(module, loader(TEST), verbose=False)
+
+
+class Kept(L.Callback):
+    """Looks at how many batches are kept when validation ends, and may end all by an error."""
+
+    def __init__(self, watch, error=None):
+        self.watch, self.error, self.counts = watch, error, []
+
+    def on_validation_end(self, trainer, pl_module):
+        del pl_module
+        if not trainer.sanity_checking:
+            self.counts.append(len(self.watch._batches))
+            if self.error is not None:
+                raise self.error
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+@pytest.mark.parametrize("norm", [False, True])
+def test_batches_are_kept_for_batch_norm_and_during_fit_only(norm, error):
+    module = Net()
+    if not norm:
+        module.net[1] = nn.Identity()
+    watch = CompressedValidation(TARGETS, 2)
+    kept = Kept(watch, error)
+    with nullcontext() if error is None else pytest.raises(error):
+        trainer(watch, kept).fit(module, loader(TRAIN), loader(TEST))
+    assert kept.counts == [2 if norm else 0]
+    assert not watch._batches
+    assert not watch._found
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_batch_norm_in_manual_optimization(count):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch):
+            optimizer, y = self.optimizers(), batch.pop("y")
+            optimizer.zero_grad()
+            self.manual_backward(cross_entropy(self.net(batch["x"]), y))
+            with optimizer.compressed():
+                self.manual_backward(cross_entropy(self.net(batch["x"]), y))
+            optimizer.step()
+
+    fit = trainer(CompressedValidation(TARGETS, count))
+    if count:
+        with pytest.raises(ValueError, match=r"batchnorm_batches=2 was given, only .*=0"):
+            fit.fit(Manual(), loader(TRAIN), loader(TEST))
+    else:
+        fit.fit(Manual(), loader(TRAIN), loader(TEST))
+        assert "plain/nm:2:4" in fit.callback_metrics
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """LoRA: the compressed point is that of the merged weight, and merging keeps the zeros."""
 
 import copy
+import gc
 import inspect
 import runpy
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -286,6 +289,48 @@ def test_masks_that_are_kept_are_those_of_merged_weights():
     assert seen[0] != seen[1]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_masks_of_a_pass_do_not_outlive_it(fails):
+    model, batch, seen = adapted(), batch_of(), []
+    optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5")
+    closure_of(model, optimizer, batch)()
+    with pytest.raises(KeyError) if fails else nullcontext(), optimizer.compressed():
+        seen += map(weakref.ref, optimizer._adapted.masks.values())
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        if fails:
+            raise KeyError
+    gc.collect()
+    assert len(seen) == 2
+    assert not any(mask() is not None for mask in seen)
+
+
+def test_an_error_forgets_the_masks_of_its_operator():
+    model, batch = adapted(), batch_of()
+    operators = ["global:0.5", "nm:2:4"]
+    optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), operators, mask_interval=9)
+    closure = closure_of(model, optimizer, batch)
+    for _ in range(9):
+        optimizer.step(closure)
+    assert {operator for operator, *_ in optimizer.state_dict()["cram"]["masks"]} == {*operators}
+    closure()
+    with pytest.raises(KeyError), optimizer.compressed():
+        raise KeyError
+    (left,) = {operator for operator, *_ in optimizer.state_dict()["cram"]["masks"]}
+    assert left != str(optimizer.operator)
+
+
+def test_operators_are_those_that_were_given():
+    model, given = adapted(), (GlobalTopK(0.5), parse_operator("nm:2:4"))
+    optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), given, base_step_probability=0.5)
+    drawn = set()
+    for _ in range(20):
+        optimizer.step(closure_of(model, optimizer, batch_of()))
+        drawn.add(optimizer.operator)
+    assert all(ours is theirs for ours, theirs in zip(optimizer.operators, given, strict=True))
+    assert drawn == {*given, None}
+    assert not {type(operator) for operator in drawn} - {*map(type, (*given, None))}
+
+
 def test_a_plain_pass_is_at_w():
     model, batch = adapted(), batch_of()
     optimizer = LoraCrAM(model, SGD(trained(model), lr=0.0), "global:0.5")
@@ -356,6 +401,16 @@ def test_data_parallel_takes_the_same_step(rule):
             optimizer.step(closure_of(wrapped, optimizer, batch))
         steps.append(snapshot(model))
     assert same(*steps)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_search_for_unused_parameters_is_refused():
+    model = adapted()
+    base = SGD(trained(model), lr=0.1)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for one in (wrapped, torch.compile(wrapped, backend="eager")):
+        with pytest.raises(ValueError, match=r"find_unused_parameters=True .* set it to False"):
+            LoraCrAM(one, base, "global:0.5")
 
 
 @pytest.mark.parametrize("operator", OPERATORS[:3])

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers import AutoModelForSequenceClassification as Classifier  # noqa: E402
 
+from torchcram.integrations import transformers as integration  # noqa: E402
 from torchcram.integrations.transformers import CrAMTrainer  # noqa: E402
 
 pytestmark = [
@@ -265,4 +266,44 @@ def test_replaced_parameters_are_refused(tmp_path, name):
     fit = trainer(tmp_path, classifier(), sentences())
     setattr(fit, f"is_{name}_enabled", True)
     with pytest.raises(ValueError, match="replaces the parameters after"):
+        fit.create_optimizer()
+
+
+def test_processes_are_to_be_given_the_same(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(integration, "require_alike_everywhere", compared.append)
+    fit = trainer(tmp_path, classifier(), sentences(8), num_train_epochs=2)
+    fit.train()
+    assert compared == [fit.optimizer.optimizer]
+    fit.train()
+    assert len(compared) == 2  # of every training
+
+
+@pytest.mark.parametrize(
+    ("adapters", "count", "search", "refused"),
+    [
+        (True, 2, None, True),
+        (True, 2, True, True),
+        (True, 2, False, False),
+        (True, 1, None, False),
+        (False, 2, True, False),
+    ],
+)
+def test_a_search_for_unused_parameters_is_refused_with_adapters(
+    tmp_path, monkeypatch, adapters, count, search, refused
+):
+    peft = pytest.importorskip("peft")
+    from torchcram.integrations.peft import LoraCrAM
+
+    config = peft.LoraConfig(r=2, target_modules=["query"])
+    model = peft.get_peft_model(classifier(), config) if adapters else classifier()
+    fit = trainer(tmp_path, model, sentences(), ddp_find_unused_parameters=search)
+    kind = LoraCrAM if adapters else CrAM
+    fit._cram = lambda model, base: kind(model, base, OPERATORS)
+    monkeypatch.setattr(type(fit.args), "world_size", count)
+    with (
+        pytest.raises(ValueError, match="set ddp_find_unused_parameters to False")
+        if refused
+        else nullcontext()
+    ):
         fit.create_optimizer()

@@ -12,9 +12,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from torchcram.integrations.adapters import refuse_unused_parameters
 from torchcram.integrations.lightning_apart import Apart, ignore, shallow
 from torchcram.integrations.lightning_validation import CompressedValidation
 from torchcram.optim import CrAM
+from torchcram.optim.agreement import require_alike_everywhere
 from torchcram.optim.randomness import Randomness
 
 if TYPE_CHECKING:
@@ -48,12 +50,16 @@ class CompressedPass(Callback):
     """
 
     def __init__(self) -> None:
+        self._optimizer: CrAM | None = None
+        self._apart: Apart | None = None
         self._micro: list[_MicroBatch] = []
         self._steps: list[tuple[CrAM, Callable[..., Any]]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the optimizers."""
+        """Finds the optimizers, which are the same on all processes."""
         found = _optimizers_of(trainer, pl_module)
+        for optimizer in found:
+            require_alike_everywhere(optimizer)
         self._optimizer = found[0]
         self._apart = Apart(pl_module)
         self._micro = []
@@ -65,7 +71,7 @@ class CompressedPass(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Keeps the batch."""
-        if not pl_module.automatic_optimization:
+        if self._optimizer is None or not pl_module.automatic_optimization:
             return
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._micro = []
@@ -75,7 +81,7 @@ class CompressedPass(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turns g, when it is complete, into g~."""
-        if not pl_module.automatic_optimization:
+        if self._optimizer is None or self._apart is None or not pl_module.automatic_optimization:
             return
         done = self._micro[-1].index + 1
         last = trainer.is_last_batch or done == trainer.num_training_batches
@@ -86,27 +92,8 @@ class CompressedPass(Callback):
             with self._optimizer.compressed(grad_scaler=scaler) as needed, self._apart(ignore):
                 for micro in self._micro if needed else ():
                     with _synchronized(trainer, micro is self._micro[-1]):
-                        self._backward(trainer, pl_module, micro, scaler)
+                        _backward(trainer, pl_module, self._optimizer, micro, scaler)
         self._micro = []
-
-    def _backward(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        micro: _MicroBatch,
-        scaler: GradScaler | None,
-    ) -> None:
-        if micro.before is not None:
-            micro.before.replay()
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        arguments = (shallow(micro.batch), micro.index) if takes_index else (shallow(micro.batch),)
-        output = trainer.strategy.training_step(*arguments)
-        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
-        if loss is None:
-            return
-        loss = loss / trainer.accumulate_grad_batches
-        loss = loss if scaler is None else scaler.scale(loss)
-        trainer.precision_plugin.backward(loss, module, self._optimizer)
 
     def on_fit_end(
         self,
@@ -114,9 +101,42 @@ class CompressedPass(Callback):
         pl_module: LightningModule,  # noqa: ARG002
     ) -> None:
         """Lets go of the optimizers."""
+        self._let_go()
+
+    def on_exception(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
+        """Lets go of the optimizers when training is broken off."""
+        self._let_go()
+
+    def _let_go(self) -> None:
         for optimizer, step in self._steps:
             optimizer.step = step  # type: ignore[method-assign]
+        self._optimizer, self._apart = None, None
         self._steps, self._micro = [], []
+
+
+def _backward(
+    trainer: Trainer,
+    module: LightningModule,
+    optimizer: CrAM,
+    micro: _MicroBatch,
+    scaler: GradScaler | None,
+) -> None:
+    if micro.before is not None:
+        micro.before.replay()
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    arguments = (shallow(micro.batch), micro.index) if takes_index else (shallow(micro.batch),)
+    output = trainer.strategy.training_step(*arguments)
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    if loss is None:
+        return
+    loss = loss / trainer.accumulate_grad_batches
+    loss = loss if scaler is None else scaler.scale(loss)
+    trainer.precision_plugin.backward(loss, module, optimizer)
 
 
 def _called_once(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,4 +169,6 @@ def _optimizers_of(trainer: Trainer, module: LightningModule) -> list[CrAM]:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step(dataloader_iter) does not say what its batches are")
+    for optimizer in found:
+        refuse_unused_parameters(optimizer, strategy.model)
     return found

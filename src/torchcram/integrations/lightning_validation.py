@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from torchcram.batchnorm import tune_batchnorm_
-from torchcram.compress import compress_
+from torchcram.integrations.compressed import compressed_to
 from torchcram.integrations.lightning_apart import Apart, Logged, ignore, shallow
+from torchcram.integrations.lightning_batchnorm import batch_norms, tune
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import CrAM
 from torchcram.weights import Weights, compressible_weights
@@ -36,12 +32,14 @@ class CompressedValidation(Callback):
 
     What `validation_step` and `on_validation_epoch_end` log as "val_acc" is logged as
     "val_acc/global:0.9" too, so `ModelCheckpoint` and `EarlyStopping` can monitor it. Weights,
-    buffers, metrics and random numbers are put back bit for bit. The sanity check is left out.
+    buffers, metrics and random numbers are put back bit for bit. The sanity check is left out. LoRA
+    adapters of peft are merged before compression, as they will be when the model is deployed.
 
     Args:
         targets: operators, or their texts.
         batchnorm_batches: how many of the last training batches, which are kept for it, to estimate
             batch-norm statistics on; 0 leaves the statistics as they are. Processes average theirs.
+            In manual optimization a model with batch norm needs 0.
         weights: what to compress, given the module; by default what the `CrAM` that is being
             trained with compresses, else all compressible weights.
     """
@@ -60,8 +58,23 @@ class CompressedValidation(Callback):
         if batchnorm_batches < 0:
             raise ValueError(f"batchnorm_batches={batchnorm_batches!r} is not at least 0")
         self._weights = weights
+        self._tunes = False
         self._batches: deque[tuple[Any, int]] = deque(maxlen=batchnorm_batches)
         self._found: list[tuple[str, Logged]] = []
+
+    def on_fit_start(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,
+    ) -> None:
+        """Looks for batch norm."""
+        self._tunes = self._tunes_in(pl_module)
+        if self._tunes and not pl_module.automatic_optimization:
+            raise ValueError(
+                "tuning batch norm runs training_step, which trains in manual optimization; "
+                f"batchnorm_batches={self._batches.maxlen} was given, only batchnorm_batches=0 is "
+                "allowed there"
+            )
 
     def on_train_batch_start(
         self,
@@ -71,29 +84,29 @@ class CompressedValidation(Callback):
         batch_idx: int,
     ) -> None:
         """Keeps the batch for batch norm."""
-        self._batches.append((shallow(batch), batch_idx))
+        if self._tunes:
+            self._batches.append((shallow(batch), batch_idx))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validates at every target."""
         self._found = []
         if trainer.sanity_checking:
             return
-        tune = bool(self._batches.maxlen) and bool(_batch_norms(pl_module))
-        if tune and not self._batches:
+        tunes = self._tunes_in(pl_module)
+        if tunes and not self._batches:
             rank_zero_warn(
-                "no training batch was seen yet, so batch norm cannot be tuned: no compressed "
-                "validation this time (batchnorm_batches=0 does without)"
+                "training batches are kept during fit only, so batch norm cannot be tuned: no "
+                "compressed validation this time (batchnorm_batches=0 does without)"
             )
             return
         apart = Apart(pl_module)
         weights = self._weights_of(trainer, pl_module)
         for target in self.targets:
             logged = Logged()
-            with isolate_rng(), _unchanged(pl_module, weights):
-                compress_(pl_module, target, weights=weights)
-                if tune:
+            with isolate_rng(), compressed_to(target, pl_module, weights):
+                if tunes:
                     with apart(ignore):
-                        _tune(trainer, pl_module, self._batches)
+                        tune(trainer, pl_module, self._batches)
                 with apart(logged):
                     _validate(trainer, pl_module, logged)
                     logged.compute()
@@ -110,6 +123,30 @@ class CompressedValidation(Callback):
                 pl_module.log(f"{name}/{target}", value, add_dataloader_idx=False, **options)
         self._found = []
 
+    def on_fit_end(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+    ) -> None:
+        """Lets go of the batches."""
+        self._let_go()
+
+    def on_exception(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
+        """Lets go of the batches when training is broken off."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._tunes, self._found = False, []
+        self._batches.clear()
+
+    def _tunes_in(self, module: LightningModule) -> bool:
+        return bool(self._batches.maxlen) and bool(batch_norms(module))
+
     def _weights_of(self, trainer: Trainer, module: LightningModule) -> Weights:
         if self._weights is not None:
             return self._weights(module)
@@ -117,29 +154,6 @@ class CompressedValidation(Callback):
             if isinstance(optimizer, CrAM) and optimizer.weights:
                 return optimizer.weights
         return compressible_weights(module)
-
-
-class _TrainingStep(nn.Module):
-    """Makes a call out of `training_step`, whatever `forward` may be."""
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        super().__init__()
-        self.module = module
-        self._context = trainer.precision_plugin.train_step_context
-
-    def forward(self, batch: tuple[Any, int]) -> None:
-        takes = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
-        with self._context():
-            self.module.training_step(*(batch if takes else batch[:1]))
-
-
-def _tune(trainer: Trainer, module: LightningModule, batches: Iterable[tuple[Any, int]]) -> None:
-    step = _TrainingStep(trainer, module)
-    tune_batchnorm_(step, [((shallow(batch), index),) for batch, index in batches])
-    for layer in _batch_norms(module):
-        for buffer in (layer.running_mean, layer.running_var):
-            if buffer is not None:
-                buffer.copy_(trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
 
 
 def _validate(trainer: Trainer, module: LightningModule, logged: Logged) -> None:
@@ -166,21 +180,3 @@ def _own_iterator(loader: Iterable[Any]) -> Iterator[Any]:
         twin._iterator = None
         return iter(twin)
     return iter(loader)
-
-
-def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    found = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    return [layer for layer in found if layer.running_mean is not None]
-
-
-@contextmanager
-def _unchanged(module: nn.Module, weights: Weights) -> Iterator[None]:
-    """Puts `weights` and all buffers of `module` back after the block."""
-    before = [(t, t.detach().clone()) for t in (*weights.values(), *module.buffers())]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
-        torch.clear_autocast_cache()  # which may hold copies of the compressed weights

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
+from torchcram.integrations.adapters import ALL_USED, is_lora_cram
 from torchcram.optim import CrAM
+from torchcram.optim.agreement import require_alike_everywhere
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +43,7 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self._cram = cram
         self._micro: list[dict[str, Any]] = []
+        self._compared = False  # with the optimizers of other processes
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:  # noqa: ANN401
@@ -49,7 +52,8 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
         if _cram_in(self.optimizer) is None:
             self._require_whole_parameters()
             self.optimizer = self._cram(self.model, self.optimizer)
-        self._micro = []
+        self._require_all_used()
+        self._micro, self._compared = [], False
         return self.optimizer  # type: ignore[no-any-return]
 
     def training_step(
@@ -60,12 +64,15 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,  # noqa: ANN401
     ) -> Tensor:
         """Adds to g; after the last micro-batch turns it into g~. Returns the loss at w."""
+        optimizer = _cram_in(self.optimizer)
+        assert optimizer is not None  # noqa: S101
+        if not self._compared:
+            require_alike_everywhere(optimizer)
+            self._compared = True
         self._micro.append({**inputs})  # the loss may pop the labels
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         if not self.accelerator.sync_gradients:
             return loss
-        optimizer = _cram_in(self.optimizer)
-        assert optimizer is not None  # noqa: S101
         for _ in optimizer.rule.passes:
             with optimizer.compressed(grad_scaler=self.accelerator.scaler) as needed:
                 for place, again in enumerate(self._micro if needed else (), 1):
@@ -85,6 +92,11 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
                     f"{name} replaces the parameters after the optimizer was made, which is not "
                     "supported; one process and DDP are"
                 )
+
+    def _require_all_used(self) -> None:
+        searches = self.args.ddp_find_unused_parameters is not False  # None: the Trainer decides
+        if searches and self.args.world_size > 1 and is_lora_cram(_cram_in(self.optimizer)):
+            raise ValueError(ALL_USED.format("ddp_find_unused_parameters"))
 
 
 def _cram_in(optimizer: object) -> CrAM | None:

@@ -49,6 +49,14 @@ def adapted_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
     Raises:
         ValueError: if there is none, or one is not plain LoRA on a frozen weight.
     """
+    layers = lora_layers(model, weights)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no LoRA adapter on a compressible weight")
+    return layers
+
+
+def lora_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
+    """Does as `adapted_layers`, but there may be none."""
     names = {id(weight): name for name, weight in weights.items()}
     layers = {}
     for where, layer in model.named_modules():
@@ -59,8 +67,6 @@ def adapted_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
             continue
         _check_plain(where, layer)
         layers[names[id(weight)]] = layer
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRA adapter on a compressible weight")
     return layers
 
 
@@ -91,16 +97,25 @@ def merge_(layers: Mapping[str, LoraLayer], weights: Weights) -> None:
 
 
 @contextmanager
-def straight_through(layer: LoraLayer, mask: Tensor | None) -> Iterator[None]:
-    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B."""
-    weight = _own_weight(layer)
-    weight.requires_grad_(True)
-    hook = weight.register_post_accumulate_grad_hook(partial(_hand_on, layer=layer, mask=mask))
+def taken_for_merged(layer: LoraLayer) -> Iterator[None]:
+    """Lets `layer` compute with its own weight alone."""
     layer.merged_adapters = _active(layer)  # which peft takes to be in the weight
     try:
         yield
     finally:
         layer.merged_adapters = []
+
+
+@contextmanager
+def straight_through(layer: LoraLayer, mask: Tensor | None) -> Iterator[None]:
+    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B."""
+    weight = _own_weight(layer)
+    weight.requires_grad_(True)
+    hook = weight.register_post_accumulate_grad_hook(partial(_hand_on, layer=layer, mask=mask))
+    try:
+        with taken_for_merged(layer):
+            yield
+    finally:
         hook.remove()
         weight.requires_grad_(False)
 

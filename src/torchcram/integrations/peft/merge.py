@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchcram.compress import compress_
-from torchcram.integrations.peft.layers import HeldMask, adapted_layers, merged_weights
+from torchcram.integrations.peft.layers import (
+    HeldMask,
+    adapted_layers,
+    lora_layers,
+    merge_,
+    merged_weights,
+    taken_for_merged,
+)
 from torchcram.weights import apply_masks_, compressible_weights
 
 if TYPE_CHECKING:
@@ -41,6 +49,18 @@ def merge_sparse(model: nn.Module, to: Operator | str | Masks) -> nn.Module:
     else:
         compress_(merged, to, weights=weights)
     return merged
+
+
+@contextmanager
+def merged(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Makes W + s B A of W and lets layers compute with that alone; who calls it puts W back."""
+    layers = lora_layers(model, weights)
+    with torch.no_grad():
+        merge_(layers, weights)
+    with ExitStack() as after:
+        for layer in layers.values():
+            after.enter_context(taken_for_merged(layer))
+        yield
 
 
 class HeldLoraMasks:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from torchcram.integrations.adapters import refuse_unused_parameters
 from torchcram.integrations.peft.layers import (
     adapted_layers,
     merge_,
@@ -54,7 +55,8 @@ class LoraCrAM(CrAM):
 
     Raises:
         ValueError: if a layer has more than plain LoRA (DoRA, a bias of the adapter), is merged
-            already, has its own weight trained, or is sharded over processes (FSDP).
+            already, has its own weight trained, or is sharded over processes (FSDP); if `model`
+            is in a DDP with find_unused_parameters.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LoraCrAM(CrAM):
         replay_randomness: bool = False,
         check_finite: bool = True,
     ) -> None:
+        refuse_unused_parameters(self, model)
         weights = merged_weights(model) if weights is None else weights
         self._adapted = _Adapted(adapted_layers(model, weights))
         given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
@@ -98,15 +101,28 @@ class LoraCrAM(CrAM):
     @contextmanager
     def compressed(self, *, grad_scaler: GradScaler | None = None) -> Iterator[bool]:
         """Moves the merged weights to w~ for a `with` block; see `CrAM.compressed`."""
-        self._adapted.masks = None
-        with super().compressed(grad_scaler=grad_scaler) as needed, ExitStack() as after:
-            masks = self._adapted.masks
-            if masks is not None:
-                sparse = self.sparse_gradients and any(one.mask for one in self.rule.passes)
-                for name, layer in self._adapted.layers.items():
-                    mask = masks.get(name) if sparse else None
-                    after.enter_context(straight_through(layer, mask))
-            yield needed
+        try:
+            with super().compressed(grad_scaler=grad_scaler) as needed, ExitStack() as after:
+                masks = self._adapted.masks
+                if masks is not None:
+                    sparse = self.sparse_gradients and any(one.mask for one in self.rule.passes)
+                    for name, layer in self._adapted.layers.items():
+                        mask = masks.get(name) if sparse else None
+                        after.enter_context(straight_through(layer, mask))
+                yield needed
+        finally:
+            self._adapted.masks = None
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """What steps draw from."""
+        return tuple(_given(operator) for operator in super().operators)
+
+    @property
+    def operator(self) -> Operator | None:
+        """The operator drawn last; None after a plain step and for SAM."""
+        drawn = super().operator
+        return None if drawn is None else _given(drawn)
 
 
 class _Adapted:
@@ -120,12 +136,12 @@ class _Adapted:
         self.masks: Masks | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _OfMerged(Operator):
-    """C(W + s B A), under the name of C."""
+    """C(W + s B A), under the name of C, and equal to it: masks are found by either."""
 
     operator: Operator
-    adapted: _Adapted = field(compare=False, repr=False)
+    adapted: _Adapted = field(repr=False)
 
     def compress_(self, weights: Weights) -> Masks | None:
         """Replaces W by C(W + s B A)."""
@@ -149,5 +165,15 @@ class _OfMerged(Operator):
         """Draws C out of a range."""
         return replace(self, operator=self.operator.draw(generator))
 
+    def __eq__(self, other: object) -> bool:
+        return self.operator == (other.operator if isinstance(other, _OfMerged) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.operator)
+
     def __str__(self) -> str:
         return str(self.operator)
+
+
+def _given(operator: Operator) -> Operator:
+    return operator.operator if isinstance(operator, _OfMerged) else operator
