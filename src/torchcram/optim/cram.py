@@ -93,7 +93,7 @@ class CrAM(Wrapper):
         check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
         super().__init__(base)
         self.model = model
-        self.weights = weights_in(model, weights) if rule.compresses else LayerWeights({})
+        self.weights = self._choose(weights) if rule.compresses else LayerWeights({})
         self.rho = rho
         self.rule = rule
         self.sparse_gradients = sparse_gradients
@@ -166,10 +166,9 @@ class CrAM(Wrapper):
             if one is not None and one.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if one is not None and one.compress:
-                here = local_weights(self.weights)
-                masks = self._draws.compress_(self._draw, here, at=len(self._pending))
+                masks = self._compress_()  # C(w + rho g)
             self._forget_copies()  # of w
-            with frozen_statistics(self.model):  # w~ = C(w + rho g)
+            with frozen_statistics(self.model):  # at w~
                 yield one is not None
             self._require_gradients(one)
         except BaseException:
@@ -220,6 +219,15 @@ class CrAM(Wrapper):
             w = self._spread.here([parameter for parameter, _ in pairs])
             along = self._spread.here([gradient for _, gradient in pairs])
             gradients.add_scaled_(w, along, self._rho_of(group) * unit)
+
+    def _choose(self, weights: Weights | None) -> LayerWeights:
+        """Returns what to compress, by default all that can be."""
+        return weights_in(self.model, weights)
+
+    def _compress_(self) -> Masks | None:
+        """Compresses the weights by what this step has drawn."""
+        here = local_weights(self.weights)
+        return self._draws.compress_(self._draw, here, at=len(self._pending))
 
     def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
         """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
@@ -297,12 +305,9 @@ class CrAM(Wrapper):
         self._guard.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        backup, guard = (
-            Backup(self._spread),
-            FiniteGuard(self.base, self._spread, self._draws.forget_all),
-        )
-        scratch = {"_backup": backup, "_guard": guard, "_pending": [], "_inside": False}
-        return {**super().__getstate__(), **scratch}
+        guard = FiniteGuard(self.base, self._spread, self._draws.forget_all)
+        scratch = {"_backup": Backup(self._spread), "_guard": guard, "_pending": []}
+        return {**super().__getstate__(), **scratch, "_inside": False}
 
     def __repr__(self) -> str:
         operators = ", ".join(map(str, self.operators))

@@ -89,6 +89,7 @@ def _check_plain(where: str, layer: LoraLayer) -> None:
             )
 
 
+@torch.no_grad()
 def merge_(layers: Mapping[str, LoraLayer], weights: Weights) -> None:
     """Replaces W by W + s B A, in place; the same bits as a merge by peft."""
     for name, layer in layers.items():
