@@ -124,6 +124,13 @@ def kth_largest(tensors: Sequence[Tensor], k: int) -> Threshold:
     return _by_bits([{WHOLE: Blocks(tensors)}], [k], bits)[0]  # the sample misled
 
 
+def keep_largest_in_rows(rows: Tensor, keep: int) -> Tensor:
+    """Returns the mask of the `keep` largest magnitudes along the last dimension, exactly."""
+    order = magnitude_keys(rows).argsort(dim=-1, descending=True, stable=True)
+    mask = torch.zeros_like(rows, dtype=torch.bool)
+    return mask.scatter_(-1, order[..., :keep], True)
+
+
 def shards_of(weights: Weights) -> list[Shards] | None:
     """Returns how each of the local `weights` is spread; None where all of them are whole."""
     parts = [part_here(weights, name) for name in weights]
@@ -237,7 +244,8 @@ def _masks_of_shards(
         shards: how each is spread.
         together: whether ties in one tensor come before those in the next.
     """
-    here = torch.tensor([_ties(*pair) for pair in zip(tensors, thresholds, strict=True)])
+    ties = [_ties(*pair) for pair in zip(tensors, thresholds, strict=True)]
+    here = torch.stack([found.to(ties[0].device) for found in ties]).cpu()
     everywhere = torch.zeros_like(here)
     for how in dict.fromkeys(shards):
         found = torch.where(torch.tensor([one == how for one in shards]), here, 0)
@@ -260,9 +268,9 @@ def _masks_of_shards(
     ]
 
 
-def _ties(tensor: Tensor, threshold: Threshold) -> int:
+def _ties(tensor: Tensor, threshold: Threshold) -> Tensor:
     found = [torch.count_nonzero(keys == threshold.key) for keys in Blocks([tensor])]
-    return int(torch.stack(found).sum())
+    return torch.stack(found).sum()
 
 
 def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None:

@@ -2,13 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
+from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK, parse_operator
 
 levels = st.floats(0, 1, exclude_max=True)
 ranges = st.tuples(levels, levels).filter(lambda pair: pair[0] < pair[1])
 simple = st.one_of(
     st.builds(GlobalTopK, levels | ranges),
     st.builds(UniformTopK, levels | ranges),
+    st.builds(RowTopK, levels | ranges),
     st.integers(1, 64).flatmap(lambda m: st.builds(NM, st.integers(1, m), st.just(m))),
     st.builds(Quantize, st.integers(2, 8), st.none() | st.integers(1, 4096)),
 )
@@ -25,6 +26,7 @@ def test_text_and_operator_are_inverse(operator):
     [
         ("global:0.9", GlobalTopK(0.9)),
         ("uniform:0.8", UniformTopK(0.8)),
+        ("row:0.5", RowTopK(0.5)),
         ("global:0.3-0.9", GlobalTopK((0.3, 0.9))),
         ("nm:2:4", NM(2, 4)),
         ("int4", Quantize(4)),

@@ -6,8 +6,16 @@ from nets import ConvNet, images, snapshot
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchcram import NM, GlobalTopK, Sparsifier, UniformTopK, compress_, compressible_weights
-from torchcram.pruners import Obs, RowTopK, bind, prune_
+from torchcram import (
+    NM,
+    GlobalTopK,
+    RowTopK,
+    Sparsifier,
+    UniformTopK,
+    compress_,
+    compressible_weights,
+)
+from torchcram.pruners import Obs, bind, prune_
 from torchcram.pruners.obs import steps
 
 INPUTS = 12

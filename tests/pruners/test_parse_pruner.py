@@ -1,7 +1,7 @@
 import pytest
 
-from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK
-from torchcram.pruners import Obs, RowTopK, SparseGPT, Wanda, parse_pruner
+from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK
+from torchcram.pruners import Obs, SparseGPT, Wanda, parse_pruner
 
 READ = {
     "obs@uniform:0.7": Obs(UniformTopK(0.7)),
@@ -32,10 +32,10 @@ def test_text_and_operator_are_inverse(text):
         ("obs", "cannot read 'obs'"),
         ("obs@int8", "'int8' is no pattern of zeros"),
         ("obs@wanda@uniform:0.5", "cannot read 'wanda@uniform:0.5'"),
-        ("obs@uniform:1.5", "cannot read 'uniform:1.5'"),
+        ("obs@uniform:1.5", "UniformTopK: sparsity 1.5 is not in [0, 1)"),
         ("obs@uniform:0.3-0.9", "uniform:0.3-0.9 is a range"),
-        ("wanda@row", "cannot read 'row'; allowed: row:0.5"),
-        ("wanda@row:x", "cannot read 'row:x'; allowed: row:0.5"),
+        ("wanda@row", "cannot read 'row'; allowed: global:0.9, uniform:0.8, row:0.5"),
+        ("wanda@row:x", "cannot read 'row:x'; allowed: global:0.9, uniform:0.8, row:0.5"),
         ("sparsegpt@global:0.5", "global:0.5 is impossible, layers being pruned one after another"),
         ("obs@uniform:0.7+", "cannot read ''"),
         ("OBS@uniform:0.7", "no pruner 'OBS'"),

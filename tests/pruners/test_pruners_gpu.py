@@ -3,8 +3,8 @@ import torch
 from nets import mlp
 from torch.nn.functional import cross_entropy
 
-from torchcram import NM, GlobalTopK, UniformTopK
-from torchcram.pruners import Obs, RowTopK, SparseGPT, Wanda, prune_
+from torchcram import NM, GlobalTopK, RowTopK, UniformTopK
+from torchcram.pruners import Obs, SparseGPT, Wanda, prune_
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from nets import mlp
 from torch import nn
 
-from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, compress_, sparsity
-from torchcram.pruners import RowTopK, SparseGPT, bind, prune_
+from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK, compress_, sparsity
+from torchcram.pruners import SparseGPT, bind, prune_
 
 
 def correlated(samples, inputs, seed, dtype=torch.float32):

@@ -3,8 +3,8 @@ import torch
 from nets import ConvNet, images, mlp
 from torch import nn
 
-from torchcram import NM, GlobalTopK, UniformTopK, compressible_weights
-from torchcram.pruners import RowTopK, Wanda, prune_
+from torchcram import NM, GlobalTopK, RowTopK, UniformTopK, compressible_weights
+from torchcram.pruners import Wanda, prune_
 
 
 @pytest.mark.parametrize("pattern", [RowTopK(0.5), UniformTopK(0.6), GlobalTopK(0.7), NM(2, 4)])

@@ -5,7 +5,7 @@ from torchcram.operators.chain import Chain
 from torchcram.operators.nm import NM
 from torchcram.operators.parse import as_operator, parse_operator
 from torchcram.operators.quantize import Quantize
-from torchcram.operators.topk import GlobalTopK, UniformTopK
+from torchcram.operators.topk import GlobalTopK, RowTopK, UniformTopK
 
 __all__ = [
     "NM",
@@ -13,6 +13,7 @@ __all__ = [
     "GlobalTopK",
     "Operator",
     "Quantize",
+    "RowTopK",
     "Sparsifier",
     "UniformTopK",
     "as_operator",

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from torchcram.operators.base import Operator
 from torchcram.operators.chain import Chain
 from torchcram.operators.nm import NM
 from torchcram.operators.quantize import Quantize
-from torchcram.operators.topk import GlobalTopK, UniformTopK
+from torchcram.operators.topk import GlobalTopK, RowTopK, UniformTopK
 
 _LEVEL = r"(\d*\.?\d+|\d+\.)"
-_TOPK = re.compile(rf"(global|uniform):{_LEVEL}(?:-{_LEVEL})?")
+_TOPK = re.compile(rf"(global|uniform|row):{_LEVEL}(?:-{_LEVEL})?")
+_KINDS: dict[str, Callable[[float | tuple[float, float]], Operator]] = {
+    "global": GlobalTopK,
+    "uniform": UniformTopK,
+    "row": RowTopK,
+}
 _NM = re.compile(r"nm:(\d+):(\d+)")
 _QUANTIZE = re.compile(r"int(\d+)(?::g(\d+))?")
 
 SYNTAX = (
-    "global:0.9, uniform:0.8, global:0.3-0.9 (a range to train over), nm:2:4, int4, int4:g64, "
-    "or several joined by '+': global:0.5+int8"
+    "global:0.9, uniform:0.8, row:0.5, global:0.3-0.9 (a range to train over), nm:2:4, int4, "
+    "int4:g64, or several joined by '+': global:0.5+int8"
 )
 
 
@@ -27,7 +33,12 @@ def parse_operator(text: str) -> Operator:
     Raises:
         ValueError: naming the text and what is allowed.
     """
-    first, *others = (_parse_one(part.strip(), text) for part in text.split("+"))
+    return parse_joined(text, parse_part)
+
+
+def parse_joined(text: str, read: Callable[[str, str], Operator]) -> Operator:
+    """Reads operators joined by "+"; `read` gets one of them, and the whole text for errors."""
+    first, *others = (read(part.strip(), text) for part in text.split("+"))
     for other in others:
         first = Chain(first, other)
     return first
@@ -42,12 +53,13 @@ def as_operator(given: Operator | str) -> Operator:
     return given
 
 
-def _parse_one(part: str, text: str) -> Operator:
+def parse_part(part: str, text: str) -> Operator:
+    """Reads one operator out of `text`."""
     try:
         if match := _TOPK.fullmatch(part):
             kind, low, high = match.groups()
             level = float(low) if high is None else (float(low), float(high))
-            return GlobalTopK(level) if kind == "global" else UniformTopK(level)
+            return _KINDS[kind](level)
         if match := _NM.fullmatch(part):
             return NM(int(match[1]), int(match[2]))
         if match := _QUANTIZE.fullmatch(part):

@@ -1,4 +1,4 @@
-"""Magnitude pruning: keep the largest weights, over the whole model or in each layer."""
+"""Magnitude pruning: keep the largest weights of the model, of each layer or of each output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.layers import local_weights, whole_shape
+from torchcram.layers import cut_inputs, local_weights, reduction_last, whole_shape
 from torchcram.operators.base import Sparsifier
-from torchcram.selection import count_kept, keep_largest, keep_largest_each, shards_of
+from torchcram.selection import (
+    count_kept,
+    keep_largest,
+    keep_largest_each,
+    keep_largest_in_rows,
+    shards_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,6 +103,33 @@ class UniformTopK(_TopK):
 
     def __str__(self) -> str:
         return self._text("uniform")
+
+
+@dataclass(frozen=True)
+class RowTopK(UniformTopK):
+    """Keeps the n - round(sparsity n) largest of the n weights of each output, exactly.
+
+    n is what an output sums over: the inputs of a Linear layer, inputs times kernel positions of a
+    convolution.
+    """
+
+    @torch.no_grad()
+    def select(self, scores: Weights) -> Masks:
+        """Keeps the largest scores of every output; ties go to the earlier one."""
+        scores = local_weights(scores)
+        masks = {}
+        for name, score in scores.items():
+            if cut_inputs(scores, name) is not None:
+                raise ValueError(f"{self}: the rows of {name!r} are cut between processes")
+            view = reduction_last(scores, name)
+            rows = view.flatten(2)  # (groups, outputs, kernel x inputs)
+            kept = keep_largest_in_rows(rows, count_kept(rows.shape[-1], self.level))
+            masks[name] = torch.empty_like(score, dtype=torch.bool)
+            reduction_last(scores, name, masks[name]).copy_(kept.view(view.shape))
+        return masks
+
+    def __str__(self) -> str:
+        return self._text("row")
 
 
 def _pair(operator: Sparsifier, levels: tuple[float, ...]) -> tuple[float, float]:

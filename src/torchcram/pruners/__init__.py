@@ -4,7 +4,6 @@ from torchcram.pruners.base import BoundPruner, Pruner, bind, prune_
 from torchcram.pruners.calibration import Calibration
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.parse import parse_pruner
-from torchcram.pruners.rows import RowTopK
 from torchcram.pruners.sparsegpt import SparseGPT
 from torchcram.pruners.wanda import Wanda
 
@@ -13,7 +12,6 @@ __all__ = [
     "Calibration",
     "Obs",
     "Pruner",
-    "RowTopK",
     "SparseGPT",
     "Wanda",
     "bind",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from torchcram.layers import count_inputs
-from torchcram.operators import NM, UniformTopK
+from torchcram.operators import NM, RowTopK, UniformTopK
 from torchcram.pruners.activations import (
     as_matrices,
     forward_order,
@@ -17,8 +17,7 @@ from torchcram.pruners.activations import (
     products,
 )
 from torchcram.pruners.base import Pruner
-from torchcram.pruners.rows import RowTopK, keep_in_rows
-from torchcram.selection import count_kept, keep_largest
+from torchcram.selection import count_kept, keep_largest, keep_largest_in_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +112,7 @@ class SparseGPT(Pruner):
             rows = 1 if isinstance(self.pattern, RowTopK) else scores[..., 0].numel()
             keep = self._kept(rows, end, columns) - self._kept(rows, start, columns)
             if isinstance(self.pattern, RowTopK):
-                return keep_in_rows(scores, keep)
+                return keep_largest_in_rows(scores, keep)
             return keep_largest([scores.contiguous()], keep)[0]
         return self.pattern.select({"": scores.flatten(0, 1)})[""].view(scores.shape)
 

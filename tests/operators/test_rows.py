@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcram import compress_, compressible_weights
-from torchcram.pruners import RowTopK
+from torchcram import RowTopK, compress_, compressible_weights
 from torchcram.selection import count_kept, keep_largest_each
 
 
