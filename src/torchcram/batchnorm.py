@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from torchcram.passes import eval_mode, forward
 
 
 @contextmanager
@@ -73,36 +75,20 @@ def tune_batchnorm_(
         first = next(iterator)
     except StopIteration:
         raise ValueError("tune_batchnorm_ needs at least one batch, and got none") from None
-    device = next(chain(model.parameters(), model.buffers())).device
-    modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
     before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
     try:
-        model.eval()
-        for layer in layers:
-            layer.train()
-            layer.momentum = momentum
-            layer.reset_running_stats()
-        for batch in chain([first], iterator):
-            _forward(model, batch, device)
+        with eval_mode(model):
+            for layer in layers:
+                layer.train()
+                layer.momentum = momentum
+                layer.reset_running_stats()
+            for batch in chain([first], iterator):
+                forward(model, batch)
     except BaseException:
         for buffer, value in before:
             buffer.copy_(value)
         raise
     finally:
-        for module, training in modes:
-            module.training = training
         for layer, old in momenta:
             layer.momentum = old
-
-
-def _forward(model: nn.Module, batch: object, device: torch.device) -> None:
-    if isinstance(batch, Mapping):
-        model(**{key: _move(value, device) for key, value in batch.items()})
-    else:
-        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-        model(_move(inputs, device))
-
-
-def _move(value: object, device: torch.device) -> object:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -37,7 +37,7 @@ def pruner(request):
     return request.param
 
 
-def untouched(model, pruner, batches, message, *, error=ValueError, how=loss, weights=None):
+def assert_refused(model, pruner, batches, message, *, error=ValueError, how=loss, weights=None):
     """The error comes; weights, modes, hooks and flags are what they were."""
     before, modes = snapshot(model), [module.training for module in model.modules()]
     with pytest.raises(error, match=message):
@@ -82,25 +82,27 @@ def test_only_the_given_weights_change(pruner):
 
 
 def test_an_empty_loader_is_an_error(pruner):
-    untouched(mlp(), pruner, [], "needs at least one batch|4 gradients need as many batches.*are 0")
+    assert_refused(
+        mlp(), pruner, [], "needs at least one batch|4 gradients need as many batches.*are 0"
+    )
 
 
 def test_an_iterator_is_refused(pruner):
-    untouched(mlp(), pruner, iter(samples()), "batches is a list_iterator")
-    untouched(mlp(), pruner, 7, "batches is a int")
+    assert_refused(mlp(), pruner, iter(samples()), "batches is a list_iterator")
+    assert_refused(mlp(), pruner, 7, "batches is a int")
 
 
 def test_what_no_batch_reaches_is_named(pruner):
     model = ConvNet()
     weights = compressible_weights(model, skip="up")
     batches = [images() for _ in range(4)]
-    untouched(model, pruner, batches, r"reaches.*: unused\.weight", weights=weights)
+    assert_refused(model, pruner, batches, r"reaches.*: unused\.weight", weights=weights)
 
 
 def test_bad_numbers_are_named(pruner):
     batches = samples()
     batches[2][0][1, 3] = float("nan")
-    untouched(mlp(), pruner, batches, r"not finite in.*0\.weight")
+    assert_refused(mlp(), pruner, batches, r"not finite in.*0\.weight")
     model = mlp()
     with torch.no_grad():
         model[2].weight[0, 0] = float("inf")
@@ -120,7 +122,7 @@ def test_an_error_halfway_leaves_everything_as_it_was(pruner):
     batches = samples(7 if isinstance(pruner, Wanda) else 4)
     model = mlp().train()
     model[1].eval()
-    untouched(model, pruner, batches, "now", error=KeyboardInterrupt, how=failing)
+    assert_refused(model, pruner, batches, "now", error=KeyboardInterrupt, how=failing)
 
 
 def test_sparsegpt_had_pruned_a_layer_when_it_failed():
@@ -132,7 +134,7 @@ def test_sparsegpt_had_pruned_a_layer_when_it_failed():
             raise RuntimeError("too late")
         return loss(model, batch)
 
-    untouched(mlp(), SparseGPT(HALF), samples(), "too late", error=RuntimeError, how=failing)
+    assert_refused(mlp(), SparseGPT(HALF), samples(), "too late", error=RuntimeError, how=failing)
     assert seen == [128] * 8 + [64]  # the order, the first layer, and then
 
 
@@ -143,20 +145,20 @@ def test_a_result_that_is_not_finite_is_not_left_there():
                 weight.div_(0)
             return {}
 
-    untouched(mlp(), Divided(HALF), samples(), r"not all weights are finite in: 0\.weight, 2")
+    assert_refused(mlp(), Divided(HALF), samples(), r"not all weights are finite in: 0\.weight, 2")
 
 
 def test_obs_needs_a_loss_and_enough_batches():
     obs = PRUNERS[0]
-    untouched(mlp(), obs, samples(), "gradients need a loss", how=None)
-    untouched(mlp(), obs, samples(3), "4 gradients need as many batches, and there are 3")
+    assert_refused(mlp(), obs, samples(), "gradients need a loss", how=None)
+    assert_refused(mlp(), obs, samples(3), "4 gradients need as many batches, and there are 3")
     for bad in (lambda *_: torch.ones(2), lambda *_: 1.0, lambda *_: torch.ones(())):
-        untouched(mlp(), obs, samples(), "must return one number with a gradient", how=bad)
+        assert_refused(mlp(), obs, samples(), "must return one number with a gradient", how=bad)
 
 
 @pytest.mark.parametrize("pruner", PRUNERS[1:], ids=str)
 def test_layers_whose_inputs_are_unknown_are_named(pruner):
-    untouched(ConvNet(), pruner, [images()], r"'up\.weight' is the weight of ConvTranspose2d")
+    assert_refused(ConvNet(), pruner, [images()], r"'up\.weight' is the weight of ConvTranspose2d")
 
 
 def test_the_model_of_the_data_is_the_one_that_is_pruned(pruner):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.score import text_score
 from torchcram.experiments.text.texts import TextSet
+from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,7 +52,7 @@ def evaluate(
     """
     right = torch.zeros((), dtype=torch.int64, device=device)
     total = 0
-    with _eval_mode(model):
+    with eval_mode(model):
         for images, labels in batches:
             with autocast(device, precision):
                 scores = model(images.to(device, non_blocking=True))
@@ -85,22 +85,11 @@ def score(
         team: that shares the test.
     """
     if isinstance(data, TextSet) and isinstance(batches, TextBatches):
-        with _eval_mode(model):
+        with eval_mode(model):
             return text_score(
                 model, batches, data.task, device=device, precision=precision, team=team
             )
     return Score(evaluate(model, batches.epoch(0), device, precision=precision, team=team))
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @torch.no_grad()

@@ -8,12 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from torchcram.integrations.adapters import refuse_unused_parameters
-from torchcram.integrations.lightning_apart import Apart, ignore, shallow
+from torchcram.integrations.lightning_apart import Apart, LetsGo, ignore, shallow
 from torchcram.integrations.lightning_validation import CompressedValidation
 from torchcram.optim import CrAM
 from torchcram.optim.agreement import require_alike_everywhere
@@ -36,7 +35,7 @@ class _MicroBatch:
     before: Randomness | None  # where the first pass began, if it is to be replayed
 
 
-class CompressedPass(Callback):
+class CompressedPass(LetsGo):
     """Lets a Trainer take the steps of a `CrAM` that `configure_optimizers` returns.
 
     Lightning runs `training_step` and backward on every micro-batch, at w. After the last one of a
@@ -95,24 +94,8 @@ class CompressedPass(Callback):
                         _backward(trainer, pl_module, self._optimizer, micro, scaler)
         self._micro = []
 
-    def on_fit_end(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-    ) -> None:
-        """Lets go of the optimizers."""
-        self._let_go()
-
-    def on_exception(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        exception: BaseException,  # noqa: ARG002
-    ) -> None:
-        """Lets go of the optimizers when training is broken off."""
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Drops optimizers and batches."""
         for optimizer, step in self._steps:
             optimizer.step = step  # type: ignore[method-assign]
         self._optimizer, self._apart = None, None

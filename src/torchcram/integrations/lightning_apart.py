@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from lightning.pytorch import Trainer
     from torch import nn
 
 _LOG = inspect.signature(LightningModule.log)
@@ -127,3 +128,24 @@ def _copied(metric: Metric | MetricCollection) -> Metric | MetricCollection:
                 if isinstance(one, Tensor) and one.requires_grad:
                     detached[id(one)] = one.detach()
     return copy.deepcopy(metric, detached)
+
+
+class LetsGo(Callback):
+    """A callback that keeps things for a fit only, whether that ends or is broken off."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Lets go of them."""
+        self.let_go()
+
+    def on_exception(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
+        """Lets go of them."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Drops what was kept."""
+        raise NotImplementedError

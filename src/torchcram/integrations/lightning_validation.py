@@ -7,7 +7,6 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from torchcram.integrations.compressed import compressed_to
-from torchcram.integrations.lightning_apart import Apart, Logged, ignore, shallow
+from torchcram.integrations.lightning_apart import Apart, LetsGo, Logged, ignore, shallow
 from torchcram.integrations.lightning_batchnorm import batch_norms, tune
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import CrAM
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class CompressedValidation(Callback):
+class CompressedValidation(LetsGo):
     """Validates the model as compressed to each of some targets, before it is validated itself.
 
     What `validation_step` and `on_validation_epoch_end` log as "val_acc" is logged as
@@ -123,24 +122,8 @@ class CompressedValidation(Callback):
                 pl_module.log(f"{name}/{target}", value, add_dataloader_idx=False, **options)
         self._found = []
 
-    def on_fit_end(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-    ) -> None:
-        """Lets go of the batches."""
-        self._let_go()
-
-    def on_exception(
-        self,
-        trainer: Trainer,  # noqa: ARG002
-        pl_module: LightningModule,  # noqa: ARG002
-        exception: BaseException,  # noqa: ARG002
-    ) -> None:
-        """Lets go of the batches when training is broken off."""
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Drops the batches."""
         self._tunes, self._found = False, []
         self._batches.clear()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchcram.passes import eval_mode, forward
 from torchcram.weights import Weights
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -40,17 +41,6 @@ class Calibration:
                 "allowed are lists, loaders and whatever else begins anew at every iter()"
             )
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Puts the model into eval mode, and every module back into its own."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            self.model.eval()
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
     @torch.no_grad()
     def run(self) -> None:
         """Runs the model on all batches.
@@ -59,10 +49,10 @@ class Calibration:
             ValueError: if there is none.
         """
         count = 0
-        with self.evaluating():
+        with eval_mode(self.model):
             for count, batch in enumerate(self.batches, 1):  # noqa: B007
                 if self.loss is None:
-                    _forward(self.model, batch)
+                    forward(self.model, batch)
                 else:
                     self.loss(self.model, batch)
         if not count:
@@ -82,7 +72,7 @@ class Calibration:
             raise ValueError("gradients need a loss: loss(model, batch) -> Tensor, and got None")
         done = 0
         reached: set[str] = set()
-        with self.evaluating(), _requiring_gradients(weights):
+        with eval_mode(self.model), _requiring_gradients(weights):
             for batch in islice(self.batches, count):
                 found = self._gradients(self.loss, weights, batch)
                 reached.update(found)
@@ -119,16 +109,3 @@ def _requiring_gradients(weights: Weights) -> Iterator[None]:
     finally:
         for weight in frozen:
             weight.requires_grad_(False)
-
-
-def _forward(model: nn.Module, batch: object) -> None:
-    device = next(chain(model.parameters(), model.buffers())).device
-    if isinstance(batch, Mapping):
-        model(**{key: _move(value, device) for key, value in batch.items()})
-    else:
-        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-        model(_move(inputs, device))
-
-
-def _move(value: object, device: torch.device) -> object:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,45 @@
+"""Running a model on a batch, whatever mode it is in and whatever a batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Puts `model` into eval mode for a `with` block, and every module back into its own."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def forward(model: nn.Module, batch: object) -> None:
+    """Runs `model` on a batch, moved to its device.
+
+    Args:
+        model: with a parameter or a buffer at least.
+        batch: the inputs, a tuple or list that begins with them, or a mapping of keyword arguments.
+    """
+    device = next(chain(model.parameters(), model.buffers())).device
+    if isinstance(batch, Mapping):
+        model(**{key: _move(value, device) for key, value in batch.items()})
+    else:
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        model(_move(inputs, device))
+
+
+def _move(value: object, device: torch.device) -> object:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
