@@ -12,7 +12,12 @@ from torch.optim import SGD
 from torchcram import C_SAM, CRAM_PLUS, CrAM
 from torchcram.optim.graphs import GraphedStep
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # what inductor itself imports and advises
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 OPERATORS = ("global:0.5", "nm:2:4")
 
