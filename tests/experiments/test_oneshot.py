@@ -8,11 +8,11 @@ from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram import compress, compressible_weights, tune_batchnorm_
 from torchcram.experiments.data import calibration_batches
-from torchcram.experiments.data.seeds import mixed
 from torchcram.experiments.evaluate import accuracy_on_test
 from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.run_folder import load_model_
 from torchcram.experiments.score import Score
+from torchcram.experiments.seeds import mixed
 from torchcram.operators import nm
 
 GIVEN = recipe("compress.calibration_samples=100", method="sgd", epochs=2)

@@ -39,6 +39,7 @@ targets = st.builds(
     after=fractions,
     after_std=st.none() | fractions,
     trials=st.integers(1, 100),
+    seconds=st.none() | st.floats(0, 1e9),
 )
 seeds = st.builds(
     SeedResult,
@@ -102,6 +103,7 @@ PLACES = list(places(PLAIN))
 OPTIONAL = ("after_std", "trials", "processes", "others", "metric")
 REQUIRED = [keys for keys in PLACES if keys[-1] not in (*OPTIONAL, *range(9))]
 REQUIRED = [keys for keys in REQUIRED if "versions" not in keys[:-1]]
+REQUIRED = [keys for keys in REQUIRED if "targets" not in keys or keys[-1] != "seconds"]
 
 
 def edited(keys, edit):

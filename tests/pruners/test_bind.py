@@ -18,7 +18,16 @@ from torchcram import (
     compress_,
     compressible_weights,
 )
-from torchcram.pruners import BoundPruner, Obs, SparseGPT, Wanda, bind, parse_pruner, prune_
+from torchcram.pruners import (
+    BoundPruner,
+    Calibration,
+    Obs,
+    SparseGPT,
+    Wanda,
+    bind,
+    parse_pruner,
+    prune_,
+)
 
 HALF = UniformTopK(0.5)
 PRUNERS = [Obs(HALF, gradients=4, recomputations=2), Wanda(HALF), SparseGPT(HALF)]
@@ -223,3 +232,23 @@ def test_masks_can_be_used_again(pruner):
         model[0].weight.fill_(1)
     bound.recompress_(weights, masks)
     assert torch.equal(model[0].weight != 0, masks["0.weight"])
+
+
+def test_a_loss_in_half_precision_sees_the_weights_as_they_have_become():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    losses, gradients = [], []
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            losses.append(model(batch).float().square().mean())
+        return losses[-1]
+
+    calibration = Calibration(model, [torch.ones(2, 8)], loss)
+    with torch.autocast("cpu", enabled=False):  # casts are kept until this ends
+        for value in (1.0, 0.0):
+            nn.init.constant_(model[1].weight, value)
+            calibration.run()
+            nn.init.constant_(model[1].weight, 1 - value)
+            calibration.differentiate({"w": model[0].weight}, 1, gradients.append)
+    assert [bool(one > 0) for one in losses] == [True, False, False, True]
+    assert [bool(one["w"].any()) for one in gradients] == [False, True]

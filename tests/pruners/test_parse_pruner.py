@@ -7,6 +7,14 @@ READ = {
     "obs@uniform:0.7": Obs(UniformTopK(0.7)),
     "obs@global:0.9": Obs(GlobalTopK(0.9)),
     "obs@nm:2:4": Obs(NM(2, 4)),
+    "obs:r8@uniform:0.7": Obs(UniformTopK(0.7), recomputations=8),
+    "obs:m256:b25:d1e-05:r2@nm:2:4": Obs(
+        NM(2, 4), gradients=256, block=25, damping=1e-5, recomputations=2
+    ),
+    "obs:d1e20@nm:2:4": Obs(NM(2, 4), damping=1e20),
+    "sparsegpt:b64:d0.1@row:0.5+int8": Chain(
+        SparseGPT(RowTopK(0.5), damping=0.1, block=64), Quantize(8)
+    ),
     "wanda@row:0.5": Wanda(RowTopK(0.5)),
     "wanda@nm:2:4": Wanda(NM(2, 4)),
     "sparsegpt@uniform:0.5": SparseGPT(UniformTopK(0.5)),
@@ -39,6 +47,14 @@ def test_text_and_operator_are_inverse(text):
         ("sparsegpt@global:0.5", "global:0.5 is impossible, layers being pruned one after another"),
         ("obs@uniform:0.7+", "cannot read ''"),
         ("OBS@uniform:0.7", "no pruner 'OBS'"),
+        ("obs:r@uniform:0.7", "cannot read the option 'r'; allowed are each once"),
+        ("obs:r2:r3@uniform:0.7", "cannot read the option 'r3'"),
+        ("obs:r1.5@uniform:0.7", "cannot read the option 'r1.5'"),
+        ("obs:r0@uniform:0.7", "recomputations is 0, allowed are integers from 1"),
+        ("obs:x1@uniform:0.7", "m (gradients), b (block), d (damping), r (recomputations)"),
+        ("sparsegpt:m4@uniform:0.7", "cannot read the option 'm4'"),
+        ("wanda:d1@uniform:0.7", "cannot read the option 'd1'; allowed are none"),
+        ("obs:@uniform:0.7", "cannot read the option ''"),
     ],
 )
 def test_errors_name_the_text_and_what_is_allowed(text, message):

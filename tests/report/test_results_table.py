@@ -270,3 +270,32 @@ def test_a_page_with_bad_markers_is_named_and_left(pages, tmp_path):
     with pytest.raises(ValueError, match=r"results\.md: line 1"):
         update_files(pages, tmp_path / "results")
     assert (readme.read_text(), page.read_text()) == (before, f"{END}\n")
+
+
+def test_pruners_come_after_all_others_each_in_order():
+    order = [
+        *("global:0.9", "uniform:0.5", "uniform:0.8", "nm:2:4", "int8"),
+        *("obs@uniform:0.5", "obs:r8@uniform:0.8", "obs@nm:2:4", "wanda@nm:2:4"),
+        *("sparsegpt@uniform:0.7", "something else"),
+    ]
+    assert sort_operators(reversed(order)) == order
+
+
+def test_the_seconds_of_pruners_have_a_column():
+    one = seed(0, 0.9, {"global:0.5": 0.8})
+    pruned = target("obs@uniform:0.5", 0.85, seconds=41.6)
+    lines = lines_of(result_table(result("sgd", [replace(one, targets=(*one.targets, pruned))])))
+    assert cells_of(lines, "obs@uniform:0.5")[-1] == "42"
+    assert cells_of(lines, "global:0.5")[-1] == ""
+    assert "seconds" in "".join(lines)
+    assert "seconds" not in "".join(lines_of(result_table(sgd())))
+
+
+def test_a_name_may_choose_the_targets():
+    table = rows_of(markdown_table([sgd(), cram()], "cifar/net cram-plus int4 obs@nm:2:4"))
+    assert table[0][:4] == ["method", "dense", "`int4`", "`obs@nm:2:4`"]
+    assert table[2][0] == "CrAM+-Multi"
+    assert table[2][2].startswith("88.00")
+    assert table[2][3] == ""
+    assert len(table) == 3
+    assert len(rows_of(markdown_table([sgd(), cram()], "cifar/net int4"))) == 4

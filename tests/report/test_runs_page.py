@@ -312,3 +312,20 @@ def test_the_charts_answer_in_a_browser(width, tmp_path):
     assert "dense" in found["first"]
     assert found["title"] == "change from dense, points; lower ones not shown"
     assert "-10" in found["ticks"]
+
+
+def test_curves_are_called_by_the_metric_of_the_task():
+    record = {"epoch": 1, "loss": 2.0, "accuracy": 0.75, "compressed_accuracy": 0.5, "metric": "F1"}
+    logs = [Log(0, seed=0, records=[record])]
+    chart = Page(runs_page([sgd()], logs=logs)).charts[-1]
+    assert [view["label"] for view in chart["views"]][:2] == [
+        "test F1, %",
+        "test F1 when compressed, %",
+    ]
+    (point,) = chart["series"][0]["points"]
+    assert point["y"][:2] == [75, 50]
+    assert point["text"][1:3] == [["F1", "75.00 %"], ["compressed F1", "50.00 %"]]
+    mixed = [*logs, Log(1, seed=4, records=[{"epoch": 1, "accuracy": 0.5}])]
+    chart = Page(runs_page([sgd(), cram()], logs=mixed)).charts[-1]
+    assert chart["views"][0]["label"] == "test F1 or accuracy, %"
+    assert chart["series"][1]["points"][0]["text"][1] == ["accuracy", "50.00 %"]

@@ -26,7 +26,17 @@ def compress(
     run: RunFolder,
     to: Annotated[
         list[str] | None,
-        typer.Option(metavar="OP", help="Operator, as global:0.9 or int4. Repeatable."),
+        typer.Option(
+            metavar="OP", help="Operator, as global:0.9, int4 or obs@uniform:0.7. Repeatable."
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="those of the recipe",
+            help="Training samples to tune batch norm on, and that wanda and sparsegpt look at.",
+        ),
     ] = None,
     bnt_trials: Annotated[
         int, typer.Option(min=1, help="Calibration sets to tune batch norm on: mean and std.")
@@ -39,6 +49,13 @@ def compress(
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Folder of results to put the targets into, beside those of the same training.",
+        ),
+    ] = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     download: Download = False,
@@ -46,11 +63,12 @@ def compress(
     """Compress a trained model in one shot and test it, before and after batch-norm tuning.
 
     Without --to, to the targets of its recipe; the result is then also kept in the run folder.
+    Pruners (obs@..., wanda@..., sparsegpt@...) look at training batches first.
     """
     with errors_in_a_line():
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show
-        from torchcram.experiments.outcome import RESULT, measure
+        from torchcram.experiments.outcome import RESULT, add_to_results, check_results, measure
         from torchcram.experiments.recipe_changes import with_targets
         from torchcram.experiments.results import write_result
         from torchcram.experiments.train import load_trained
@@ -59,6 +77,11 @@ def compress(
         where = find_device(device)
         trained = load_trained(run, where)
         recipe = with_targets(trained.recipe, to) if to else trained.recipe
+        if samples is not None:
+            changed = replace(recipe.compress, calibration_samples=samples)
+            recipe = replace(recipe, compress=changed)
+        if results is not None:
+            check_results(results, trained.recipe, trained.info.seed)
         images = load(recipe, data, download=download)
         if json is not None:
             json.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
@@ -72,8 +95,11 @@ def compress(
                 progress=watch.pieces("compressing", len(recipe.compress.to)),
             )
         show(result_table(result))
-        for path in [*([] if to else [run / RESULT]), *([json] if json else [])]:
+        for path in [*([] if to or samples else [run / RESULT]), *([json] if json else [])]:
             write_result(result, path)
+            typer.echo(f"result: {path}")
+        if results is not None:
+            path = add_to_results(results, trained.recipe, result.seeds[0])
             typer.echo(f"result: {path}")
         if save is not None:
             typer.echo(f"compressed models: {save}")

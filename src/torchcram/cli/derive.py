@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,16 +20,13 @@ from torchcram.cli.options import (
     RunFolder,
     Sets,
     check_epochs,
-    find_device,
-    load,
-    step_maker,
 )
 
-if TYPE_CHECKING:
-    from torchcram.experiments.recipe import Recipe
-
 At = Annotated[
-    str, typer.Option(metavar="OP", help="Operator, as global:0.9, whose zeros stay; or dense.")
+    str,
+    typer.Option(
+        metavar="OP", help="Operator, as global:0.9, or pruner, whose zeros stay; or dense."
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -44,6 +41,18 @@ def finetune(
     at: At,
     epochs: Epochs = None,
     sets: Sets = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V,V",
+            help="Values to try, texts only: optimizer.lr=3e-5,8e-5. The best on what early "
+            "stopping holds out is shown. Repeatable.",
+        ),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder of results to put the result into as well."),
+    ] = None,
     out: Out = None,
     seed: Seed = None,
     data: DataFolder = DATA,
@@ -54,20 +63,28 @@ def finetune(
 ) -> None:
     """Compress a trained model, then train on with the masks held.
 
-    By default for a tenth of its epochs, from a tenth of its learning rate, with plain steps.
+    By default for a tenth of its epochs, from a tenth of its learning rate, with plain steps. Texts
+    for at most two epochs from 5e-5, ended early by a tenth of the training set.
     """
     with errors_in_a_line(), stoppable():
+        from torchcram.cli.derive_runs import train_on
         from torchcram.experiments.recipe_changes import as_name, finetune_recipe, read_at
         from torchcram.experiments.run_folder import read_run
+        from torchcram.experiments.sweep import read_grid
 
-        check_epochs(epochs, sets)
-        recipe = finetune_recipe(read_run(run)[0], at, epochs=epochs, overrides=sets or ())
-        _train_on(
+        check_epochs(epochs, [*(sets or ()), *(grid or ())])
+        given = read_run(run)[0]
+        recipes = {
+            point: finetune_recipe(given, at, epochs=epochs, overrides=[*(sets or ()), *point])
+            for point in read_grid(grid or ())
+        }
+        train_on(
             run,
             at,
             out or _beside(run, f"finetune-{as_name(read_at(at))}"),
-            recipe=recipe,
+            recipes=recipes,
             new_head=False,
+            results=results,
             seed=seed,
             data=data,
             device=device,
@@ -97,6 +114,7 @@ def transfer(
     The model is that of RUN; all else is as RECIPE says.
     """
     with errors_in_a_line(), stoppable():
+        from torchcram.cli.derive_runs import train_on
         from torchcram.experiments.recipe import load_recipe
         from torchcram.experiments.recipe_changes import as_name, read_at, transfer_recipe
         from torchcram.experiments.run_folder import read_run
@@ -104,12 +122,13 @@ def transfer(
         check_epochs(epochs, sets)
         target = load_recipe(to)
         recipe = transfer_recipe(read_run(run)[0], at, target, epochs=epochs, overrides=sets or ())
-        _train_on(
+        train_on(
             run,
             at,
             out or _beside(run, f"transfer-{as_name(read_at(at))}-{as_name(target.name)}"),
-            recipe=recipe,
+            recipes={(): recipe},
             new_head=True,
+            results=None,
             seed=seed,
             data=data,
             device=device,
@@ -117,48 +136,6 @@ def transfer(
             eval_interval=eval_interval,
             download=download,
         )
-
-
-def _train_on(
-    run: Path,
-    at: str,
-    out: Path,
-    *,
-    recipe: Recipe,
-    new_head: bool,
-    seed: int | None,
-    data: Path,
-    device: str,
-    eager: bool,
-    eval_interval: int,
-    download: bool,
-) -> None:
-    from torchcram.cli.progress import watching
-    from torchcram.cli.tables import derived_table, show
-    from torchcram.experiments.derived import finetune as train_on
-    from torchcram.experiments.outcome import outcome
-    from torchcram.report.results_table import result_table
-
-    where = find_device(device)
-    images = load(recipe, data, download=download)
-    with watching() as watch:
-        derived = train_on(
-            run,
-            at,
-            out,
-            recipe=recipe,
-            data=images,
-            device=where,
-            new_head=new_head,
-            seed=seed,
-            make_step=step_maker(eager),
-            eval_interval=eval_interval,
-            progress=watch.training("transfer" if new_head else "fine-tuning"),
-        )
-    show(derived_table(derived))
-    if not derived.origin.held:  # still dense: it can be compressed to anything
-        show(result_table(outcome(out, derived.trained, images, device=where)))
-    typer.echo(f"run: {out}")
 
 
 def _beside(run: Path, what: str) -> Path:

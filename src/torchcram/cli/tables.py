@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from torchcram.experiments.derived import Derived
+    from torchcram.experiments.derived_grid import Tried
     from torchcram.experiments.sweep import Point
 
 
@@ -76,6 +77,24 @@ def derived_table(derived: Derived) -> Table:
         percent(derived.sparsity),
         percent(derived.model_sparsity),
     )
+    return table
+
+
+def grid_table(tried: Sequence[Tried]) -> Table:
+    """Returns the settings of fine-tuning that were tried, best first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    metric = tried[0].derived.trained.recipe.metric
+    table = Table(
+        title=f"{metric} in % on what was held out",
+        caption="the first was chosen",
+    )
+    table.add_column("settings")
+    for column in (metric, "rounds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in tried:
+        table.add_row(Text(" ".join(one.overrides)), percent(one.held_out), str(one.rounds))
     return table
 
 

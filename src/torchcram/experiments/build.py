@@ -17,9 +17,9 @@ from torchcram.experiments.data import (
     StreamBatches,
     make_batches,
 )
-from torchcram.experiments.data.seeds import global_seed
 from torchcram.experiments.models import build_model
 from torchcram.experiments.parallel import cores
+from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.texts import TextSet

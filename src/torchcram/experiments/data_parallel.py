@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchcram.experiments.data.seeds import mixed
+from torchcram.experiments.seeds import mixed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,10 +23,10 @@ from torchcram import (
     sparsity,
     tune_batchnorm_,
 )
-from torchcram.experiments.data.seeds import global_seed
 from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
 from torchcram.experiments.digits import Digits, load_digits
 from torchcram.experiments.models import ConvNet
+from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.versions import machine_name, versions
 
 PLAIN, AWARE = "SGD", CRAM_PLUS.name

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram import compress_, sparsity
+from torchcram import sparsity
 from torchcram.experiments.build import target_weights
+from torchcram.experiments.derived_model import small_model
 from torchcram.experiments.derived_start import (
     Asked,
     Origin,
@@ -19,14 +19,13 @@ from torchcram.experiments.derived_start import (
     write_start,
 )
 from torchcram.experiments.files import locked
-from torchcram.experiments.recipe_changes import DENSE, read_at
+from torchcram.experiments.recipe_changes import read_at
+from torchcram.experiments.results import SeedResult, TargetResult
 from torchcram.experiments.run_folder import digest
 from torchcram.experiments.step import EagerStep, MakeStep
 from torchcram.experiments.train import Progress, Start, Trained, load_trained, train
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
 
@@ -49,6 +48,29 @@ class Derived:
     sparsity: float
     model_sparsity: float
 
+    def as_result(self) -> SeedResult:
+        """Returns it as a target of the run that it is from: what one shot gave, and what this."""
+        origin, info, finished = self.origin, self.trained.info, self.trained.finished
+        if origin.after is None:
+            raise ValueError(f"{self.trained.recipe.name}: with a new head there is no one shot")
+        target = TargetResult(
+            operator=origin.at,
+            sparsity=self.sparsity,
+            model_sparsity=self.model_sparsity,
+            before=origin.after,
+            after=finished.accuracy,
+            others=finished.others,
+        )
+        return SeedResult(
+            seed=info.seed,
+            dense=origin.dense,
+            seconds=finished.seconds,
+            targets=(target,),
+            machine=info.machine,
+            versions=dict(info.versions),
+            processes=finished.processes,
+        )
+
 
 def finetune(
     run_folder: Path,
@@ -70,7 +92,7 @@ def finetune(
 
     Args:
         run_folder: of a finished training.
-        at: an operator that only sets weights to zero, as text; or "dense" for none.
+        at: an operator that only sets weights to zero, or a pruner, as text; or "dense" for none.
         out: folder for the new run.
         recipe: for training on; `finetune_recipe` or `transfer_recipe` makes it.
         data: to train and test on.
@@ -101,21 +123,24 @@ def finetune(
         )
     at = read_at(at)
     seed = source.info.seed if seed is None else seed
-    small, names = _compressed(source.model, at, source.recipe)
     asked = Asked(at, new_head, digest(source.model.state_dict()), seed)
-    read_origin(out, asked)  # refuses the folder of another run before anything is made
-    with locked(out):
-        origin = read_origin(out, asked) or write_start(
-            out,
-            run_folder,
-            source.finished.accuracy,
-            asked=asked,
-            small=small,
-            names=names,
-            recipe=recipe,
-            data=data,
-            device=device,
+    origin = read_origin(out, asked)  # refuses the folder of another run before anything is made
+    if origin is None:
+        small = small_model(
+            source, at, recipe=recipe, data=data, device=device, seed=seed, new_head=new_head
         )
+        with locked(out):
+            origin = read_origin(out, asked) or write_start(
+                out,
+                run_folder,
+                source.finished.accuracy,
+                asked=asked,
+                small=small,
+                names=list(target_weights(source.recipe, small)),
+                recipe=recipe,
+                data=data,
+                device=device,
+            )
     start = load_start(out, recipe, classes=needed, origin=origin)
     trained = train(
         recipe,
@@ -129,29 +154,6 @@ def finetune(
         progress=progress,
     )
     return _checked(out, trained, origin, start)
-
-
-def _compressed(model: nn.Module, at: str, recipe: Recipe) -> tuple[nn.Module, list[str]]:
-    """Returns a compressed copy of a model, and the names of its compressed weights.
-
-    Raises:
-        ValueError: if the operator does more than set weights to zero: training would undo it.
-    """
-    small = copy.deepcopy(model)
-    weights = target_weights(recipe, small)
-    if at == DENSE:
-        return small, list(weights)
-    masks = compress_(small, at, weights=weights)
-    original = dict(model.named_parameters())
-    if masks is None or any(
-        not torch.equal(weights[name], original[name].masked_fill(mask.logical_not(), 0))
-        for name, mask in masks.items()
-    ):
-        raise ValueError(
-            f"{at} changes weights other than to zero, and training on would undo that; allowed: "
-            f"operators that only set weights to zero, such as global:0.9 or nm:2:4, and {DENSE!r}"
-        )
-    return small, list(weights)
 
 
 def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> Derived:

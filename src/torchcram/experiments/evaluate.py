@@ -10,8 +10,8 @@ import torch
 from torchcram import tune_batchnorm_
 from torchcram.experiments.build import build_batches, image_shape
 from torchcram.experiments.data import calibration_batches
-from torchcram.experiments.data.seeds import mixed
 from torchcram.experiments.score import Score
+from torchcram.experiments.seeds import mixed
 from torchcram.experiments.step import autocast
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.batches import TextBatches

@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram import compress, parse_operator, sparsity
+from torchcram import compress, sparsity
 from torchcram.experiments.build import build_batches, target_weights
 from torchcram.experiments.data_parallel import take_statistics_
 from torchcram.experiments.evaluate import score, tune_
+from torchcram.experiments.pruning import looks_at_data, pruned
 from torchcram.experiments.results import TargetResult, mean, std
 from torchcram.experiments.run_folder import save_model
 from torchcram.experiments.score import Score
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.texts import TextSet
+from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +55,8 @@ def one_shot(
         model: on `device`; it stays as it is.
         recipe: its sections `compress`, `data` and `train` say what to leave dense, and how to
             calibrate and test.
-        data: training images are calibrated on, test images tested on.
-        targets: operators as text; no ranges.
+        data: training images or texts are calibrated on, the others tested on.
+        targets: operators as text, pruners too; no ranges.
         device: of all that is computed.
         seed: of the calibration sets.
         trials: how many calibration sets.
@@ -79,8 +81,14 @@ def one_shot(
 
     results = []
     for operator in operators:
+        seconds = None
         with _warnings_to_log():
-            small = compress(model, operator, weights=names)
+            if looks_at_data(operator):
+                small, seconds = pruned(
+                    model, operator, recipe, data=data, device=device, seed=seed, team=team
+                )
+            else:
+                small = compress(model, operator, weights=names)
         parameters = dict(small.named_parameters())
         before, after = tested(), []
         for trial in range(trials):
@@ -100,6 +108,7 @@ def one_shot(
             after_std=std(values),
             trials=trials,
             others=after[-1].others,
+            seconds=seconds,
         )
         if save_to is not None and team.first:
             save_model(small, save_to / f"{str(operator).replace(':', '-')}.safetensors")
@@ -110,7 +119,7 @@ def one_shot(
 
 
 def _read_targets(targets: Sequence[str]) -> list[Operator]:
-    operators = [parse_operator(text) for text in targets]
+    operators = [parse_pruner(text) for text in targets]
     for place, operator in enumerate(operators):
         if operator.is_range:
             raise ValueError(f"target {str(operator)!r} is a range; a target is one operator")

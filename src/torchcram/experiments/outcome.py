@@ -139,6 +139,8 @@ def check_results(folder: Path, recipe: Recipe, seed: int) -> None:
 def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
     """Puts a seed into `<task>/<model>/<method>.json`, while no other process does.
 
+    Targets that the file has of the same training stay, where they were not measured anew.
+
     Args:
         folder: of results; made if it is not there.
         recipe: by which the seed was trained.
@@ -151,10 +153,20 @@ def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
         ValueError: if earlier seeds were trained by another recipe.
     """
     with taking_turns(folder):
-        result = merge_seed(_earlier(folder, recipe), recipe, seed)
+        earlier = _earlier(folder, recipe)
+        result = merge_seed(earlier, recipe, _with_earlier(earlier, seed))
         remove_leftovers((folder / result.path).parent)
         write_result(result, folder / result.path)
     return folder / result.path
+
+
+def _with_earlier(earlier: Result | None, seed: SeedResult) -> SeedResult:
+    """Returns a seed with further targets that the same training was compressed to before."""
+    found = [one for one in (earlier.seeds if earlier else ()) if one.seed == seed.seed]
+    if not found or (found[0].dense, found[0].seconds) != (seed.dense, seed.seconds):
+        return seed
+    measured = {one.operator: one for one in (*found[0].targets, *seed.targets)}
+    return replace(seed, targets=tuple(measured.values()))
 
 
 def _earlier(folder: Path, recipe: Recipe) -> Result | None:

@@ -6,11 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchcram import parse_operator
 from torchcram.experiments import yaml_text
 from torchcram.experiments.recipe import Recipe
+from torchcram.experiments.text.config import StopConfig
+from torchcram.pruners import parse_pruner
 
 DENSE = "dense"  # in place of an operator: no compression
+TEXT_EPOCHS, TEXT_LR = 2, 5e-5  # with texts, as CrAM has it for BERT
 TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
 
 
@@ -45,6 +47,8 @@ def finetune_recipe(
 ) -> Recipe:
     """Returns the recipe for training on: the same data, plain steps, a tenth of everything.
 
+    With texts it is two epochs, at most those of `recipe`, from 5e-5, ended early.
+
     Args:
         recipe: by which the model was trained.
         at: operator as text, or "dense".
@@ -52,14 +56,19 @@ def finetune_recipe(
         overrides: on top of it, such as "optimizer.lr=0.01".
     """
     at = read_at(at)
+    before, lr = recipe.train.epochs, recipe.optimizer.lr
+    train = replace(recipe.train, epochs=max(1, before // TENTH))
+    if recipe.text is not None:
+        train = replace(train, epochs=min(TEXT_EPOCHS, before), early_stopping=StopConfig())
     shorter = replace(
         recipe,
         name=f"{recipe.name}-finetune-{as_name(at)}",
         title=f"{recipe.title}, fine-tuned at {at}",
         model=replace(recipe.model, pretrained=False),
-        train=replace(recipe.train, epochs=max(1, recipe.train.epochs // TENTH)),
-        optimizer=replace(recipe.optimizer, lr=recipe.optimizer.lr / TENTH),
+        train=train,
+        optimizer=replace(recipe.optimizer, lr=lr / TENTH if recipe.text is None else TEXT_LR),
         schedule=replace(recipe.schedule, warmup_epochs=0),
+        compress=recipe.compress if at == DENSE else replace(recipe.compress, watch=None),
         cram=None,
     )
     return with_epochs(with_overrides(shorter, overrides), epochs)
@@ -100,7 +109,7 @@ def read_at(at: str) -> str:
     """
     if at.strip() == DENSE:
         return DENSE
-    operator = parse_operator(at)
+    operator = parse_pruner(at)
     if operator.is_range:
         raise ValueError(f"{operator} is a range to train over; give one sparsity, or {DENSE!r}")
     return str(operator)

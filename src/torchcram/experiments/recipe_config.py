@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
-from torchcram import Operator, parse_operator
 from torchcram.experiments.data.augment import AUGMENTS, STREAMED
 from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
-from torchcram.experiments.structure import UNLESS_DEFAULT, BadValue, require, require_one_of
+from torchcram.experiments.recipe_checks import read_operator, read_operators, require_pattern
+from torchcram.experiments.structure import UNLESS_DEFAULT, require, require_one_of
+from torchcram.experiments.text.config import StopConfig
 from torchcram.experiments.text.names import ALLOWED, is_text_model
-from torchcram.operators.parse import SYNTAX
 from torchcram.optim.rules import RULES
+from torchcram.pruners import parse_pruner
 
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("sgd", "adamw")
@@ -64,17 +64,22 @@ class ModelConfig:
             require_one_of("name", self.name, names)
         known = not self.pretrained or text or self.name.startswith(TORCHVISION)
         require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
-        _require_pattern("freeze", self.freeze)
+        require_pattern("freeze", self.freeze)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train and on what batches; bf16 is autocast, and on CUDA only."""
+    """How long to train and on what batches; bf16 is autocast, and on CUDA only.
+
+    Attributes:
+        early_stopping: None trains to the end, on the whole training set.
+    """
 
     epochs: int
     batch_size: int
     precision: str = "bf16"
     label_smoothing: float = 0.0
+    early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
@@ -137,7 +142,7 @@ class CramConfig:
 
     def __post_init__(self) -> None:
         require_one_of("rule", self.rule, RULES)
-        read = _operators("operators", self.operators)
+        read = read_operators("operators", self.operators)
         object.__setattr__(self, "operators", tuple(map(str, read)))
         if RULES[self.rule].compresses:
             allowed = f"at least one operator, such as global:0.9, for {self.rule}"
@@ -150,7 +155,7 @@ class CramConfig:
         probability = self.base_step_probability
         require(0 <= probability <= 1, "base_step_probability", probability, "from 0 to 1")
         for key in ("only", "skip"):
-            _require_pattern(key, getattr(self, key))
+            require_pattern(key, getattr(self, key))
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,9 @@ class CompressConfig:
     """What the trained model is compressed to in one shot.
 
     Attributes:
-        to: operators as text, no ranges.
-        calibration_samples: how many training images batch-norm tuning sees.
+        to: operators as text, no ranges; also pruners, such as obs@uniform:0.7.
+        calibration_samples: how many training images or texts batch-norm tuning sees, and pruners
+            that look at activations. Those that look at gradients say themselves how many.
         dense_ends: leave the first and the last layer as they are.
         only: a regular expression; weights in whose names it is not found stay as they are.
         watch: an operator as text; while training, the model is tested compressed by it too.
@@ -172,12 +178,12 @@ class CompressConfig:
     watch: str | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
-        _require_pattern("only", self.only)
+        require_pattern("only", self.only)
         if self.watch is not None:
-            watched = _operator("watch", self.watch)
+            watched = read_operator("watch", self.watch)
             require(not watched.is_range, "watch", self.watch, "one sparsity, or null")
             object.__setattr__(self, "watch", str(watched))
-        read = _operators("to", self.to)
+        read = read_operators("to", self.to, parse_pruner)
         object.__setattr__(self, "to", tuple(map(str, read)))
         require(bool(read), "to", list(self.to), "at least one operator, such as global:0.9")
         for place, operator in enumerate(read):
@@ -186,22 +192,3 @@ class CompressConfig:
             require(operator not in read[:place], key, text, "every operator once")
         samples = self.calibration_samples
         require(samples >= 1, "calibration_samples", samples, "at least 1")
-
-
-def _operators(key: str, texts: tuple[str, ...]) -> list[Operator]:
-    return [_operator(f"{key}[{place}]", text) for place, text in enumerate(texts)]
-
-
-def _operator(key: str, text: str) -> Operator:
-    try:
-        return parse_operator(text)
-    except ValueError as error:
-        problem = str(error).partition("; allowed: ")[0]
-        raise BadValue(key, f"is no {problem}", SYNTAX) from None
-
-
-def _require_pattern(key: str, pattern: str | None) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise BadValue(key, f"is {pattern!r}: {error}", "a regular expression, or null") from None

@@ -34,6 +34,7 @@ class TargetResult:
         after_std: its standard deviation over them, where there are several.
         trials: how many calibration sets.
         others: further metrics, by name; as `after`.
+        seconds: that a pruner took, which looks at data.
     """
 
     operator: str
@@ -44,6 +45,7 @@ class TargetResult:
     after_std: float | None = None
     trials: int = 1
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    seconds: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(bool(self.operator.strip()), "operator", self.operator, "an operator as text")
@@ -52,6 +54,7 @@ class TargetResult:
         if self.after_std is not None:
             _require_fraction("after_std", self.after_std)
         require(self.trials >= 1, "trials", self.trials, "at least 1")
+        require((self.seconds or 0) >= 0, "seconds", self.seconds, "at least 0")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torchcram.experiments.run_folder import (
     read_run,
 )
 from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.stopping import StoppingRun
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.versions import machine_name, versions
 
@@ -110,13 +111,18 @@ def train(
         held.enter_context(own_randomness(device, seed))
         info, finished = team.from_first(lambda: _open(folder, recipe, asked, held, team))
         if not finished:
+            kind = Run if recipe.train.early_stopping is None else StoppingRun
             run = team.agree(
-                lambda: Run.resume(recipe, folder, info, start=start, device=device, team=team)
+                lambda: kind.resume(recipe, folder, info, start=start, device=device, team=team)
             )
             team.agree(lambda: require_fit(run.model, recipe, data, device=device))
             with run.held_masks(start), strides_as_they_come():
-                loop = Loop(run, data, make_step, progress if team.first else None)
-                run.finish(loop, eval_interval, checkpoint_interval)
+                told = progress if team.first else None
+                if isinstance(run, StoppingRun):
+                    run.finish_early(data, make_step, told)
+                else:
+                    loop = Loop(run, data, make_step, told)
+                    run.finish(loop, eval_interval, checkpoint_interval)
     if team.count == 1:
         return load_trained(folder, device)
     trained = team.from_first(lambda: load_trained(folder, CPU))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 class Pruner(Operator):
     """An operator that looks at data before it decides; `bind` gives it a model and batches.
 
-    It is a value, as all operators are; text and value are inverse: "obs@uniform:0.7".
+    It is a value, as all operators are; text and value are inverse: "obs@uniform:0.7", and with
+    another number of recomputations "obs:r8@uniform:0.7".
 
     Attributes:
+        kind: the name of the pruner.
+        letters: of its options, by which the text has them where they are not the default.
         pattern: chooses what to keep, by the scores of the pruner in place of the magnitudes.
     """
 
     kind: ClassVar[str]
+    letters: ClassVar[Mapping[str, str]] = {}
     pattern: Sparsifier
 
     def __post_init__(self) -> None:
@@ -57,7 +61,12 @@ class Pruner(Operator):
         )
 
     def __str__(self) -> str:
-        return f"{self.kind}@{self.pattern}"
+        told = "".join(
+            f":{letter}{getattr(self, option)!r}".replace("+", "")  # 1e+20: "+" joins operators
+            for letter, option in self.letters.items()
+            if getattr(self, option) != getattr(type(self), option)
+        )
+        return f"{self.kind}{told}@{self.pattern}"
 
 
 @dataclass(frozen=True, eq=False)

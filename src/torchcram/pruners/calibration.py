@@ -49,6 +49,7 @@ class Calibration:
             ValueError: if there is none.
         """
         count = 0
+        torch.clear_autocast_cache()  # which may hold the weights as they were before
         with eval_mode(self.model):
             for count, batch in enumerate(self.batches, 1):  # noqa: B007
                 if self.loss is None:
@@ -72,6 +73,7 @@ class Calibration:
             raise ValueError("gradients need a loss: loss(model, batch) -> Tensor, and got None")
         done = 0
         reached: set[str] = set()
+        torch.clear_autocast_cache()
         with eval_mode(self.model), _requiring_gradients(weights):
             for batch in islice(self.batches, count):
                 found = self._gradients(self.loss, weights, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -38,6 +39,12 @@ class Obs(Pruner):
     """
 
     kind: ClassVar[str] = "obs"
+    letters: ClassVar[Mapping[str, str]] = {
+        "m": "gradients",
+        "b": "block",
+        "d": "damping",
+        "r": "recomputations",
+    }
     gradients: int = 1024
     block: int = 50
     damping: float = 1e-7

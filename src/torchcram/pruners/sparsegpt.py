@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,6 +48,7 @@ class SparseGPT(Pruner):
     """
 
     kind: ClassVar[str] = "sparsegpt"
+    letters: ClassVar[Mapping[str, str]] = {"b": "block", "d": "damping"}
     damping: float = 0.01
     block: int = 128
 

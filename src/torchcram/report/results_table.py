@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import Result, mean
+from torchcram.experiments.results import Result, TargetResult, mean
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 from torchcram.report.table import NOTICEABLE
@@ -33,7 +33,8 @@ def result_table(result: Result) -> Table:
     table.add_column("target", no_wrap=True)
     others = list(result.seeds[0].others or ())
     measured = ("as is", "BNT") if tuned else (result.metric,)
-    for column in ("sparsity", "of all", *measured, "vs dense", *others):
+    timed = any(one.seconds is not None for seed in result.seeds for one in seed.targets)
+    for column in ("sparsity", "of all", *measured, "vs dense", *others, *["seconds"] * timed):
         table.add_column(column, justify="right", no_wrap=True)
     blank = [""] * (len(measured) - 1)
     further = [_further(one, [seed.others for seed in result.seeds]) for one in others]
@@ -49,8 +50,15 @@ def result_table(result: Result) -> Table:
             str(row.after),
             Text(points(row.change.mean), "bold red" if row.change.mean < -NOTICEABLE else ""),
             *[_further(one, [target.others for target in targets]) for one in others],
+            *[_seconds(targets)] * timed,
         )
     return table
+
+
+def _seconds(targets: Sequence[TargetResult]) -> str:
+    """Returns the mean of what a pruner took."""
+    values = [one.seconds for one in targets if one.seconds is not None]
+    return f"{mean(values):.0f}" if values else ""
 
 
 def _further(name: str, found: Sequence[Mapping[str, float] | None]) -> str:
@@ -66,16 +74,21 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
         results: of any tasks and models.
         name: "task/model" takes all its methods, in the order of their names. Methods after it,
             with blanks between, are taken alone and in this order: "cifar10/resnet20 sgd sam".
-            One without a result gets a row that says so.
+            One without a result gets a row that says so. Operators among them are the targets to
+            show, in this order, instead of all: "squad/minilm-l6 adam obs@uniform:0.5".
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} names no results; allowed: task/model or task/model method ...")
-    task, model, wanted = match[1], match[2], match[3].split()
+        raise ValueError(
+            f"{name!r} names no results; allowed: task/model or task/model method ... target ..."
+        )
+    task, model, words = match[1], match[2], match[3].split()
+    chosen = [word for word in words if summary.is_operator(word)]
+    wanted = [word for word in words if word not in chosen]
     found = {one.method: one for one in results if (one.task, one.model) == (task, model)}
     methods = wanted or sorted(found)
     shown = [found[method] for method in methods if method in found]
-    targets = summary.sort_operators(
+    targets = chosen or summary.sort_operators(
         operator for one in shown for operator in summary.summaries(one)
     )
     header = ["method", "dense", *map(_code, targets), "seeds", "epochs", "min"]

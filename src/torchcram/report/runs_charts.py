@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchcram.experiments.score import ACCURACY
 from torchcram.report.runs import Run
 from torchcram.report.summary import Spread, on_the_axis, percent, points, tuned
 
@@ -32,12 +33,18 @@ class Curve:
     records: Sequence[Mapping[str, Any]]
 
 
-METRICS = {
-    "accuracy": _Metric("accuracy", "test accuracy, %", 100, "{:.2f} %"),
-    "loss": _Metric("loss", "training loss at the weights"),
-    "compressed_loss": _Metric("compressed loss", "training loss at the compressed weights"),
-    "lr": _Metric("lr", "learning rate", written="{:.4g}"),
-}
+def _metrics(measured: str) -> dict[str, _Metric]:
+    """Returns what is shown of records, by key; `measured` is what models are tested by."""
+    share = "{:.2f} %"
+    return {
+        "accuracy": _Metric(measured, f"test {measured}, %", 100, share),
+        "compressed_accuracy": _Metric(
+            f"compressed {measured}", f"test {measured} when compressed, %", 100, share
+        ),
+        "loss": _Metric("loss", "training loss at the weights"),
+        "compressed_loss": _Metric("compressed loss", "training loss at the compressed weights"),
+        "lr": _Metric("lr", "learning rate", written="{:.4g}"),
+    }
 
 
 def accuracy_chart(runs: Sequence[Run]) -> dict[str, Any]:
@@ -63,12 +70,17 @@ def training_chart(curves: Sequence[Curve]) -> dict[str, Any]:
     # a run that was killed and went on may have logged an epoch twice: the later counts
     by_epoch = [_by_epoch(curve) for curve in curves]
     records = [record for found in by_epoch for record in found.values()]
-    shown = [key for key in METRICS if any(_number(r, key) is not None for r in records)]
+    measured = " or ".join(dict.fromkeys(_measured(record) for record in records))
+    shown = {
+        key: metric
+        for key, metric in _metrics(measured).items()
+        if any(_number(record, key, metric) is not None for record in records)
+    }
     last = max((epoch for found in by_epoch for epoch in found), default=1)
     return {
         "x": {"label": "epoch", "min": 0, "max": max(last, 1), "least": 1},
         "views": [
-            {"name": METRICS[key].name, "label": METRICS[key].axis, "floor": None} for key in shown
+            {"name": metric.name, "label": metric.axis, "floor": None} for metric in shown.values()
         ],
         "series": [
             {
@@ -127,18 +139,23 @@ def _by_epoch(curve: Curve) -> dict[int, Mapping[str, Any]]:
     return found
 
 
-def _logged(epoch: int, record: Mapping[str, Any], shown: Sequence[str]) -> dict[str, Any]:
-    values = {key: _number(record, key) for key in shown}
+def _logged(epoch: int, record: Mapping[str, Any], shown: Mapping[str, _Metric]) -> dict[str, Any]:
+    values = {key: _number(record, key, metric) for key, metric in shown.items()}
+    named = _metrics(_measured(record))
     text = [["epoch", str(epoch)]]
     for key, value in values.items():
         if value is not None:
-            text.append([METRICS[key].name, METRICS[key].written.format(value)])
+            text.append([named[key].name, named[key].written.format(value)])
     return {"x": epoch, "y": list(values.values()), "std": [0] * len(shown), "text": text}
 
 
-def _number(record: Mapping[str, Any], key: str) -> float | None:
+def _measured(record: Mapping[str, Any]) -> str:
+    return str(record.get("metric", ACCURACY))
+
+
+def _number(record: Mapping[str, Any], key: str, metric: _Metric) -> float | None:
     """Returns a value in the unit of its axis; None where it is missing or not finite."""
     value = record.get(key)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
-    return METRICS[key].factor * value
+    return metric.factor * value

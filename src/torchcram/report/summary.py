@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
 from torchcram.experiments.differences import flat
 from torchcram.experiments.results import Result, TargetResult, mean, std
+from torchcram.pruners import Obs, SparseGPT, Wanda, parse_pruner
 from torchcram.report import table
 
 DIGITS = 2  # of percentages: of ten thousand test images every one shows
 _KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # the order in tables
+_PRUNERS = (Obs, Wanda, SparseGPT)  # after them, each in the order of its patterns
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,15 @@ def summaries(result: Result) -> dict[str, TargetSummary]:
 def sort_operators(operators: Iterable[str]) -> list[str]:
     """Drops repetitions; puts kinds together and sparsities in order."""
     return sorted(dict.fromkeys(operators), key=_place)
+
+
+def is_operator(text: str) -> bool:
+    """Says whether a text is that of an operator or a pruner."""
+    try:
+        parse_pruner(text)
+    except ValueError:
+        return False
+    return True
 
 
 def global_sparsity(operator: str) -> bool:
@@ -175,11 +186,15 @@ def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
     )
 
 
-def _place(text: str) -> tuple[int, float]:
+def _place(text: str) -> tuple[int, int, float]:
+    """Returns the places of the pruner, of the kind of operator and of its sparsity."""
     try:
-        operator = parse_operator(text)
+        operator = parse_pruner(text)
     except ValueError:
-        return len(_KINDS), 0.0
+        return len(_PRUNERS) + 1, 0, 0.0
+    pruner = 0
+    if isinstance(operator, _PRUNERS):
+        pruner, operator = 1 + _PRUNERS.index(type(operator)), operator.pattern
     kind = next((i for i, kind in enumerate(_KINDS) if isinstance(operator, kind)), len(_KINDS))
     level = operator.sparsity if isinstance(operator, (GlobalTopK, UniformTopK)) else 0.0
-    return kind, level if isinstance(level, float) else 0.0
+    return pruner, kind, level if isinstance(level, float) else 0.0

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,3 +107,29 @@ def test_parts_make_up_the_whole():
 def test_nothing_makes_no_batch():
     with pytest.raises(ValueError, match="batch size 0 of 1"):
         batches([3], 0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 700), min_size=12, max_size=60), st.integers(1, 4))
+def test_parts_make_up_an_epoch(lengths, parts):
+    whole = batches(lengths, 3)
+    given = TextBatches(
+        replace(texts(lengths), parts=parts), batch_size=3, device=CPU, seed=0, train=True
+    )
+    examples = given.of_every_length()
+    for epoch in (0, 2):
+        wanted = [labels.tolist() for _, labels in whole.epoch(epoch)]
+        assert {inputs.shape[2] for inputs, _ in whole.epoch(epoch)} == set(examples)
+        found = []
+        for part in range(parts):
+            mine = [labels.tolist() for _, labels in given.epoch(parts * epoch + part)]
+            assert len(mine) == len(given) == len(wanted) // parts
+            found += mine
+        assert found == wanted[: len(found)]
+    for length, places in examples.items():
+        assert given.at(places, length)[0].shape == (3, 2, length)
+
+
+def test_more_parts_than_batches_are_refused():
+    with pytest.raises(ValueError, match="2 batches do not make 3 parts"):
+        TextBatches(replace(texts([5] * 8), parts=3), batch_size=4, device=CPU, seed=0, train=True)

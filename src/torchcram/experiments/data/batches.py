@@ -13,8 +13,8 @@ from torchcram.experiments.data.images import DataSet
 from torchcram.experiments.data.parts import WHOLE, Part
 from torchcram.experiments.data.pictures import PictureSet
 from torchcram.experiments.data.resident import ResidentBatches
-from torchcram.experiments.data.seeds import mixed, seeded
 from torchcram.experiments.data.stream import StreamBatches
+from torchcram.experiments.seeds import mixed, seeded
 
 
 def make_batches(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchcram.experiments.data.pictures import PictureSet
-from torchcram.experiments.data.seeds import seeded
+from torchcram.experiments.seeds import seeded
 
 
 @dataclass(frozen=True, eq=False)

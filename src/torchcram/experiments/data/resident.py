@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torchcram.experiments.data.augment import RESIDENT, check_augment, draw, margins
 from torchcram.experiments.data.images import Images
 from torchcram.experiments.data.parts import WHOLE, Part
-from torchcram.experiments.data.seeds import seeded
+from torchcram.experiments.seeds import seeded
 
 NO_LABEL = -100  # what cross_entropy ignores
 

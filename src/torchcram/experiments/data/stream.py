@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchcram.experiments.data.augment import STREAMED, check_augment
 from torchcram.experiments.data.parts import WHOLE, Part
 from torchcram.experiments.data.pictures import Pictures, decode
-from torchcram.experiments.data.seeds import global_seed, mixed, seeded
+from torchcram.experiments.seeds import global_seed, mixed, seeded
 
 MAX_WORKERS = 16
 MARGIN = 256 / 224  # short side of a test image before its centre is cut out, in sizes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchcram.experiments.data.pictures import Item, Pictures, PictureSet
-from torchcram.experiments.data.seeds import seeded
+from torchcram.experiments.seeds import seeded
 
 Arguments = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchcram.experiments.data.parts import WHOLE, Part
-from torchcram.experiments.data.seeds import seeded
+from torchcram.experiments.seeds import seeded
 from torchcram.experiments.text.texts import Texts
 
 # what sequences are padded to: few, so that there are few shapes; closer where they are short
@@ -22,6 +22,9 @@ class TextBatches:
     Sequences are taken by their length rounded up to one of `LENGTHS`, and what is left over of one
     length goes to the next one, so that an epoch has as many batches as if they were of any length.
     The order depends on the seed and the epoch only.
+
+    Where `Texts.parts` says so, an epoch here is only a part of one: of four, epoch 5 is the second
+    quarter of epoch 1. All have as many batches; a few may be left over.
     """
 
     def __init__(
@@ -55,6 +58,10 @@ class TextBatches:
         self._rounded = rounded(self._lengths)
         if train:
             part.within(self.batch_size)  # refuses what cannot be divided
+        parts = texts.parts if train else 1
+        if count // self.batch_size < parts:
+            raise ValueError(f"{count // self.batch_size} batches do not make {parts} parts")
+        self._parts = parts
         self._tokens, self._kinds = texts.tokens.to(device), texts.kinds.to(device)
         self._starts = (texts.ends - self._lengths).to(device)
         self._counts, self._labels = self._lengths.to(device), texts.labels.to(device)
@@ -70,7 +77,10 @@ class TextBatches:
         """Draws the order of the epoch and copies it to the device."""
         device = self._tokens.device
         if self.train:
+            epoch, part = divmod(epoch, self._parts)
             batches = self._drawn(seeded(self._seed, epoch))
+            count = len(batches) // self._parts
+            batches = batches[part * count : (part + 1) * count]
         elif self._places:
             return  # always the same
         else:
@@ -81,6 +91,12 @@ class TextBatches:
             self._places = list(torch.stack(batches)[:, kept].to(device))
         else:
             self._places = [places.to(device) for places in batches]
+
+    def of_every_length(self) -> dict[int, Tensor]:
+        """Returns a training batch of every length there is, in whichever part of an epoch."""
+        device, kept = self._tokens.device, self._part.within(self.batch_size)
+        found = self._drawn(seeded(self._seed, 0))
+        return {int(self._rounded[one].max()): one[kept].to(device) for one in found}
 
     def places(self, number: int) -> Tensor:
         """Returns which sequences are in a batch, on the device."""

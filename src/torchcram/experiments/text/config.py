@@ -1,4 +1,4 @@
-"""The section of a recipe that makes it one about language."""
+"""What recipes about language have of their own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ class TextConfig:
         require(self.length >= 16, "length", self.length, "at least 16")
         fits = 0 <= self.stride <= self.length // 3
         require(fits, "stride", self.stride, f"from 0 to {self.length // 3}, a third of length")
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """Ends a training once it does not get better; only with texts.
+
+    Attributes:
+        held_out: the fraction of the training set that it is tested on meanwhile, and not trained.
+        tests: in an epoch, at equal distances; at most one after every batch.
+        patience: the tests in a row that may bring nothing better.
+    """
+
+    held_out: float = 0.1
+    tests: int = 4
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        require(0 < self.held_out < 1, "held_out", self.held_out, "between 0 and 1")
+        require(self.tests >= 1, "tests", self.tests, "at least 1")
+        require(self.patience >= 1, "patience", self.patience, "at least 1")
 
 
 def require_kind(text: TextConfig | None, model: str) -> None:

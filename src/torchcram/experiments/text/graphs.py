@@ -54,8 +54,8 @@ class TextGraphStep(EagerStep):
         self._chosen = batches.places(0).clone()  # where every graph finds its sequences
         self._takes: dict[int, GraphedStep] = {}
         # the longest first: what it needs of memory is enough for the others
-        for length in sorted(set(batches.lengths), reverse=True):
-            self._chosen.copy_(batches.places(batches.lengths.index(length)))
+        for length, places in sorted(batches.of_every_length().items(), reverse=True):
+            self._chosen.copy_(places)
             self._takes[length] = GraphedStep(model, optimizer, partial(self._step, length))
 
     def start_epoch(self, epoch: int) -> None:

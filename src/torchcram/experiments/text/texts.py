@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchcram.experiments.data.seeds import seeded
+from torchcram.experiments.seeds import seeded
 from torchcram.experiments.text.tasks import TASKS, Task
 
 CONTEXT = 4  # added to the kind of a token that may be in an answer
@@ -43,6 +43,7 @@ class Texts:
         offsets: int32, (t, 2): the characters of the context that a token stands for; (0, 2) for
             sentences.
         gold: for questions.
+        parts: that training batches divide an epoch into; what they call one is a part then.
     """
 
     tokens: Tensor
@@ -52,6 +53,7 @@ class Texts:
     examples: Tensor
     offsets: Tensor
     gold: Gold | None = None
+    parts: int = 1
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -114,6 +116,10 @@ class TextSet:
     def classes(self) -> tuple[str, ...]:
         """Names of what a model gives scores for."""
         return self.task.classes
+
+    def in_parts(self, parts: int) -> TextSet:
+        """Returns the set with epochs of training divided into so many."""
+        return replace(self, train=replace(self.train, parts=parts))
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> TextSet:
         """Returns the set with a part of what is trained on to test on.

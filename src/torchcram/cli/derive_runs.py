@@ -1,0 +1,96 @@
+"""Fine-tuning and transfer, once the command has said what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from torchcram.cli.options import find_device, load, step_maker
+from torchcram.cli.progress import watching
+from torchcram.cli.tables import derived_table, grid_table, show
+from torchcram.experiments.derived import finetune
+from torchcram.experiments.derived_grid import finetune_grid
+from torchcram.experiments.outcome import add_to_results, check_results, outcome
+from torchcram.report.results_table import result_table
+
+if TYPE_CHECKING:
+    from torchcram.experiments.recipe import Recipe
+
+
+def train_on(
+    run: Path,
+    at: str,
+    out: Path,
+    *,
+    recipes: Mapping[tuple[str, ...], Recipe],
+    new_head: bool,
+    results: Path | None,
+    seed: int | None,
+    data: Path,
+    device: str,
+    eager: bool,
+    eval_interval: int,
+    download: bool,
+) -> None:
+    """Compresses the model of a run, trains it on, and shows what it comes to.
+
+    Args:
+        run: folder of a finished training.
+        at: an operator as text, or "dense".
+        out: folder of the new run; of several, the folder that theirs are in.
+        recipes: by what sets them apart; of several, the best one counts.
+        new_head: whether it is a transfer.
+        results: folder of results to put the result into as well.
+        seed: instead of that of the run.
+        data: folder of the data.
+        device: its name.
+        eager: take plain steps.
+        eval_interval: test after every so many epochs.
+        download: data that torchvision knows.
+    """
+    where, recipe = find_device(device), next(iter(recipes.values()))
+    images = load(recipe, data, download=download)
+    if results is not None and len(recipes) == 1:
+        check_results(results, recipe, seed or 0)  # rather than after the work
+    with watching() as watch:
+        if len(recipes) == 1:
+            derived = finetune(
+                run,
+                at,
+                out,
+                recipe=recipe,
+                data=images,
+                device=where,
+                new_head=new_head,
+                seed=seed,
+                make_step=step_maker(eager),
+                eval_interval=eval_interval,
+                progress=watch.training("transfer" if new_head else "fine-tuning"),
+            )
+        else:
+            tried = finetune_grid(
+                run,
+                at,
+                out,
+                recipes=recipes,
+                data=images,
+                device=where,
+                seed=seed,
+                make_step=step_maker(eager),
+                progress=watch.training,
+            )
+            out, derived = tried[0].folder, tried[0].derived
+    if len(recipes) > 1:
+        show(grid_table(tried))
+    show(derived_table(derived))
+    if not derived.origin.held:  # still dense: it can be compressed to anything
+        found = outcome(out, derived.trained, images, device=where)
+        show(result_table(found))
+    typer.echo(f"run: {out}")
+    if results is not None:
+        seed_result = derived.as_result() if derived.origin.held else found.seeds[0]
+        path = add_to_results(results, derived.trained.recipe, seed_result)
+        typer.echo(f"result: {path}")

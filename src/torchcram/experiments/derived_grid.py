@@ -1,0 +1,107 @@
+"""Settings of fine-tuning tried out, the best of them chosen on what early stopping holds out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchcram.experiments.derived import Derived, finetune
+from torchcram.experiments.derived_start import ORIGIN, START
+from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.stopping import held_out_values
+from torchcram.experiments.sweep import Overrides, folder_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.train import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """Settings, and what they came to.
+
+    Attributes:
+        overrides: such as "optimizer.lr=3e-5".
+        folder: of the run.
+        held_out: the best metric on what was held out.
+        rounds: how many there were, a test after each.
+        derived: the fine-tuned model; what it comes to on the test split chooses nothing.
+    """
+
+    overrides: Overrides
+    folder: Path
+    held_out: float
+    rounds: int
+    derived: Derived
+
+
+def finetune_grid(
+    run_folder: Path,
+    at: str,
+    out: Path,
+    *,
+    recipes: Mapping[Overrides, Recipe],
+    data: AnyData,
+    device: torch.device,
+    seed: int | None = None,
+    make_step: MakeStep = EagerStep,
+    progress: Callable[[str], Progress] | None = None,
+) -> list[Tried]:
+    """Fine-tunes by every recipe, each in a folder of its own; all start from the same weights.
+
+    Args:
+        run_folder: of a finished training.
+        at: as `finetune` takes it.
+        out: folder for all of it.
+        recipes: by what sets them apart; all with early stopping.
+        data: to train and test on.
+        device: of all that is computed.
+        seed: as `finetune` takes it.
+        make_step: how steps are taken.
+        progress: called with the name of a point for what is told of it.
+
+    Returns:
+        What was tried, the best on what was held out first.
+
+    Raises:
+        ValueError: if a recipe does not hold anything out, and as `finetune`.
+    """
+    if any(recipe.train.early_stopping is None for recipe in recipes.values()):
+        raise ValueError(
+            "a grid chooses on what train.early_stopping holds out, and it is null; allowed: "
+            "recipes of texts that have it"
+        )
+    tried: list[Tried] = []
+    for overrides, recipe in recipes.items():
+        folder = out / folder_name(overrides)
+        if tried:
+            _share_start(tried[0].folder, folder)
+        derived = finetune(
+            run_folder,
+            at,
+            folder,
+            recipe=recipe,
+            data=data,
+            device=device,
+            seed=seed,
+            make_step=make_step,
+            progress=None if progress is None else progress(" ".join(overrides)),
+        )
+        values = held_out_values(folder)
+        tried.append(Tried(overrides, folder, max(values), len(values), derived))
+    return sorted(tried, key=lambda one: one.held_out, reverse=True)
+
+
+def _share_start(source: Path, folder: Path) -> None:
+    """Spares a pruner its work: a start that was computed anew might differ in the last digits."""
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    for name in (START, ORIGIN):  # which counts once the second is there
+        shutil.copyfile(source / name, folder / name)

@@ -1,0 +1,36 @@
+"""Pruning and sparse fine-tuning of texts on a GPU, where whole steps are captured."""
+
+import pytest
+import torch
+
+from torchcram.experiments.derived import finetune
+from torchcram.experiments.fast import make_step
+from torchcram.experiments.oneshot import one_shot
+from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe_changes import finetune_recipe
+from torchcram.experiments.stopping import held_out_values
+from torchcram.experiments.text.load import load_text
+from torchcram.experiments.train import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+CUDA = torch.device("cuda")
+SETS = ["text.length=48", "text.stride=16", "train.batch_size=4", "optimizer.lr=0.01"]
+
+
+def test_pruners_and_rounds_on_a_gpu(tmp_path, tiny, questions):
+    given = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", "train.epochs=2", *SETS])
+    data, step = load_text(given, questions), {"device": CUDA, "make_step": make_step}
+    trained = train(given, tmp_path / "run", data=data, seed=0, **step)
+    targets = ["obs:m8@uniform:0.5", "wanda@nm:2:4", "sparsegpt@nm:2:4+int8"]
+    found = one_shot(trained.model, given, data, targets, device=CUDA, seed=0)
+    assert [one.sparsity for one in found] == pytest.approx([0.5] * 3, abs=0.05)
+    assert all(one.seconds > 0 for one in found)
+    on = finetune_recipe(given, "obs:m8@uniform:0.5", overrides=["optimizer.lr=0.01"])
+    one = finetune(
+        tmp_path / "run", "obs:m8@uniform:0.5", tmp_path / "on", recipe=on, data=data, **step
+    )
+    assert one.sparsity == pytest.approx(0.5, abs=0.01)
+    assert len(held_out_values(tmp_path / "on")) >= 4
