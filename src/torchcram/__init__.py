@@ -15,9 +15,8 @@ from torchcram.operators import (
     parse_operator,
 )
 from torchcram.optim import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, CrAM, UpdateRule
+from torchcram.version import __version__
 from torchcram.weights import Masks, Weights, compressible_weights, masks_of, sparsity
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CRAM",
@@ -38,6 +37,7 @@ __all__ = [
     "UniformTopK",
     "UpdateRule",
     "Weights",
+    "__version__",
     "compress",
     "compress_",
     "compressible_weights",

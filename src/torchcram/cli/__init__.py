@@ -3,6 +3,18 @@
 from torchcram.cli.app import app
 
 # in the order that the help has the commands in
-from torchcram.cli import listing, models, train, compress, derive, sweep, report, demo  # isort: skip
+from torchcram.cli import listing, models, train, compress, export  # isort: skip
+from torchcram.cli import derive, sweep, report, demo  # isort: skip
 
-__all__ = ["app", "compress", "demo", "derive", "listing", "models", "report", "sweep", "train"]
+__all__ = [
+    "app",
+    "compress",
+    "demo",
+    "derive",
+    "export",
+    "listing",
+    "models",
+    "report",
+    "sweep",
+    "train",
+]

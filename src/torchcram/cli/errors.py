@@ -23,6 +23,9 @@ EXTRAS = {
     "PIL": "vision",
     "yaml": "vision",
     "safetensors": "vision",
+    "onnx": "export",
+    "onnxscript": "export",
+    "onnxruntime": "export",
 }
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 PATIENCE = 5.0  # seconds, for torchrun to end a process whose error another one has told

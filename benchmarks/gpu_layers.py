@@ -1,0 +1,167 @@
+"""Linear layers on the GPU: dense, 2:4, 8 bits and 4 bits, by torch's own kernels.
+
+    python benchmarks/gpu_layers.py [--tokens 1,16,384] [--dtypes bfloat16,float16]
+
+Prints a Markdown table: microseconds of the dense layer, and how many times faster the others are
+(below 1: slower). Times are of the GPU alone, replayed as a CUDA graph over so many copies of the
+layer that its weights come from memory. A kernel that is five times slower than dense is not tried
+at more tokens. Where torchao is installed, its int4 layer is measured, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from timing import machine
+from torch import Tensor, nn
+
+from torchcram import NM, Operator, Quantize
+from torchcram.runtime.gpu_choice import agree
+from torchcram.runtime.gpu_layers import Int4Linear, Int8Linear, sparse_linear
+from torchcram.runtime.gpu_timing import count_copies, gpu_milliseconds
+from torchcram.runtime.onnx_integers import find_integers
+from torchcram.weights import LayerWeights
+
+SHAPES = {  # outputs, inputs
+    "BERT-base": ((768, 768), (3072, 768), (768, 3072)),
+    "1 B decoder": ((2048, 2048), (8192, 2048), (2048, 8192)),
+}
+KINDS = ("2:4", "int8", "int4", "torchao int4")
+SLOW = 0.2
+GROUP = 128
+Make = Callable[[], nn.Module]
+
+
+def compressed(weight: Tensor, operator: Operator) -> LayerWeights:
+    """Returns a compressed copy of a weight."""
+    weights = LayerWeights({"weight": weight.clone()})
+    operator.compress_(weights)
+    return weights
+
+
+def kernels(weight: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Make]]:
+    """Returns for every kernel the dense weight that it stands for, and how to make the layer."""
+    sparse = compressed(weight, NM(2, 4))["weight"].to(dtype)
+    found: dict[str, tuple[Tensor, Make]] = {"2:4": (sparse, partial(sparse_linear, sparse, None))}
+    for quantize in (Quantize(8), Quantize(4, GROUP)):
+        weights = compressed(weight, quantize)
+        integers = find_integers(weights, "weight", quantize)
+        plain = weights["weight"].to(dtype)
+        if quantize.bits == 8:
+            found["int8"] = (plain, partial(Int8Linear, integers, None, dtype))
+        elif dtype == torch.bfloat16:
+            found["int4"] = (plain, partial(Int4Linear, integers, None))
+            if importlib.util.find_spec("torchao") is not None:
+                found["torchao int4"] = (plain, partial(torchao_int4, plain))
+    return found
+
+
+def torchao_int4(weight: Tensor) -> nn.Module:
+    """Returns torchao's layer for 4 bits; it rounds the weight once more."""
+    quantization: Any = importlib.import_module("torchao.quantization")
+    layer = dense(weight)
+    quantization.quantize_(layer, quantization.Int4WeightOnlyConfig(group_size=GROUP))
+    return layer
+
+
+def dense(weight: Tensor) -> nn.Linear:
+    """Returns a Linear layer with a copy of a weight."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    return layer
+
+
+class Candidate:
+    """The copies of a layer with one kernel.
+
+    Attributes:
+        stopped: why it is not measured any more.
+    """
+
+    def __init__(self, plain: Tensor, make: Make, copies: int) -> None:
+        self._plain = plain
+        self._layers: list[nn.Module] = []
+        self.stopped: str | None = None
+        try:
+            self._layers = [make() for _ in range(copies)]
+        except (RuntimeError, ImportError, ValueError) as error:
+            self.stopped = f"cannot be made: {str(error).splitlines()[0]}"
+
+    def milliseconds(self, x: Tensor) -> float:
+        """Times it on an input."""
+        return gpu_milliseconds([partial(layer, x) for layer in self._layers])
+
+    def cell(self, x: Tensor, dense_time: float) -> str:
+        """Returns what the table says."""
+        if self.stopped is not None:
+            return "-"
+        try:
+            if not agree(self._layers[0](x), nn.functional.linear(x, self._plain)):
+                self.stopped = f"wrong at {len(x)} tokens"
+                return "wrong"
+            speedup = dense_time / self.milliseconds(x)
+        except RuntimeError as error:
+            self.stopped = f"fails at {len(x)} tokens: {str(error).splitlines()[0]}"
+            return "fails"
+        if speedup < SLOW:
+            self.stopped = f"{speedup:.2f} at {len(x)} tokens, not tried at more"
+        return f"{speedup:.2f}"
+
+
+@torch.no_grad()
+def measure(shape: tuple[int, int], dtype: torch.dtype, tokens: list[int]) -> list[list[str]]:
+    """Returns a row of the table for every number of tokens."""
+    weight = torch.randn(shape, device="cuda") / shape[1] ** 0.5
+    copies = count_copies(weight.numel() * dtype.itemsize)
+    plain = weight.to(dtype)
+    base = Candidate(plain, partial(dense, plain), copies)
+    others = {
+        kind: Candidate(stands_for, make, copies)
+        for kind, (stands_for, make) in kernels(weight, dtype).items()
+    }
+    rows = []
+    for count in tokens:
+        x = torch.randn(count, shape[1], device="cuda", dtype=dtype)
+        time_ = base.milliseconds(x)
+        row = [f"{shape[0]} x {shape[1]}", str(dtype)[6:], str(count), f"{1000 * time_:.1f}"]
+        row += [others[kind].cell(x, time_) if kind in others else "-" for kind in KINDS]
+        rows.append(row)
+    for kind, other in others.items():
+        if other.stopped is not None:
+            print(f"{kind}, {shape[0]} x {shape[1]}, {dtype}: {other.stopped}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measures on the GPU."""
+    parser = argparse.ArgumentParser(description="Times compressed Linear layers on the GPU.")
+    parser.add_argument("--tokens", default="1,16,384,4096,16384")
+    parser.add_argument("--dtypes", default="bfloat16,float16")
+    given = parser.parse_args()
+    print(machine(torch.device("cuda")))
+    start = time.perf_counter()
+    gc.freeze()  # every capture of a graph collects garbage
+    torch.manual_seed(0)
+    tokens = [int(one) for one in given.tokens.split(",")]
+    titles = ["model", "outputs x inputs", "dtype", "tokens", "dense µs"]
+    titles += KINDS
+    lines = ["| " + " | ".join(titles) + " |", "|---|---|---|" + "--:|" * (len(titles) - 3)]
+    for model, shapes in SHAPES.items():
+        for shape in shapes:
+            for name in given.dtypes.split(","):
+                found = measure(shape, getattr(torch, name), tokens)
+                lines += ["| " + " | ".join([model, *row]) + " |" for row in found]
+            torch.cuda.empty_cache()
+    print("\n".join(lines))
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Compact files of compressed models: one safetensors file with a manifest in its header."""
+
+from torchcram.artifact.encoding import Encoding
+from torchcram.artifact.manifest import Entry, Manifest
+from torchcram.artifact.reading import load, read_manifest, stream, verify
+from torchcram.artifact.writing import save
+
+__all__ = ["Encoding", "Entry", "Manifest", "load", "read_manifest", "save", "stream", "verify"]

@@ -1,0 +1,174 @@
+"""What a compact file says of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torchcram.artifact.encoding import DTYPES, parse_encoding
+from torchcram.artifact.form import Form
+
+FORMAT = 1
+"""The version of the format that this library writes, and the newest that it reads."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Form):
+    """One tensor of a file.
+
+    Attributes:
+        crc32: of the stored bytes; whenever they are read, this is checked.
+        sha256: of the stored bytes; `verify` checks this too.
+    """
+
+    crc32: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a file holds.
+
+    Attributes:
+        tensors: by name, in the order of the model.
+        tied: names that stand for another tensor of the file.
+        operator: that the model was compressed by, as text; None where it was not said.
+        library: version of this library that wrote the file.
+        metadata: whatever the writer added: recipe, metrics, the name of the data set.
+        format: version of the format.
+    """
+
+    tensors: Mapping[str, Entry]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    operator: str | None = None
+    library: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """Writes it as JSON.
+
+        Raises:
+            ValueError: if the metadata holds what JSON has no word for.
+        """
+        tensors = {name: _entry_to_plain(entry) for name, entry in self.tensors.items()}
+        plain = {
+            "format": self.format,
+            "library": self.library,
+            "operator": self.operator,
+            "tensors": tensors,
+            "tied": dict(self.tied),
+            "metadata": dict(self.metadata),
+        }
+        try:
+            text = json.dumps(plain, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the metadata cannot be written as JSON: {error}") from None
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Reads what `to_json` wrote, and nothing else.
+
+        Raises:
+            ValueError: saying what is wrong.
+        """
+        try:
+            plain = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its manifest is not JSON: {error}") from None
+        version = plain.get("format") if isinstance(plain, dict) else None
+        if type(version) is int and version > FORMAT:
+            raise ValueError(
+                f"it is of format {version}, and this version of torchcram reads up to {FORMAT}"
+            )
+        _require_keys(plain, "the manifest", _KEYS)
+        if version != FORMAT:
+            raise ValueError(f"its manifest has format {version!r}, allowed is {FORMAT}")
+        tensors = {name: _entry(name, one) for name, one in plain["tensors"].items()}
+        for name, other in plain["tied"].items():
+            if name in tensors or not isinstance(other, str) or other not in tensors:
+                raise ValueError(f"its manifest ties {name!r} to {other!r}, which is no tensor")
+        del plain["tensors"]
+        return cls(tensors, **plain)
+
+
+def digest(text: str) -> str:
+    """Returns the checksum of a manifest."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_KEYS: dict[str, tuple[type, ...]] = {
+    "format": (int,),
+    "library": (str,),
+    "operator": (str, type(None)),
+    "tensors": (dict,),
+    "tied": (dict,),
+    "metadata": (dict,),
+}
+_ENTRY_KEYS: dict[str, tuple[type, ...]] = {
+    "dtype": (str,),
+    "shape": (list,),
+    "encoding": (str,),
+    "crc32": (int,),
+    "sha256": (str,),
+    "transposed": (int, type(None)),
+}
+
+
+def _entry_to_plain(entry: Entry) -> dict[str, object]:
+    plain: dict[str, object] = {
+        "dtype": str(entry.dtype).removeprefix("torch."),
+        "shape": list(entry.shape),
+        "encoding": str(entry.encoding),
+        "crc32": entry.crc32,
+        "sha256": entry.sha256,
+    }
+    return plain if entry.transposed is None else {**plain, "transposed": entry.transposed}
+
+
+def _entry(name: str, plain: object) -> Entry:
+    where = f"the entry of {name!r}"
+    if isinstance(plain, dict):
+        plain = {"transposed": None, **plain}
+    found = _require_keys(plain, where, _ENTRY_KEYS)
+    shape, groups = found["shape"], found["transposed"]
+    if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise ValueError(f"{where} in its manifest has the shape {shape!r}")
+    if found["dtype"] not in DTYPES or not _DIGEST.fullmatch(found["sha256"]):
+        raise ValueError(f"{where} in its manifest has an unknown dtype or no checksum")
+    if groups is not None and groups < 1:
+        raise ValueError(f"{where} in its manifest has {groups} groups")
+    try:
+        encoding = parse_encoding(found["encoding"])
+    except ValueError as error:
+        raise ValueError(f"{where} in its manifest: {error}") from None
+    return Entry(
+        dtype=DTYPES[found["dtype"]],
+        shape=tuple(shape),
+        encoding=encoding,
+        transposed=groups,
+        crc32=found["crc32"],
+        sha256=found["sha256"],
+    )
+
+
+def _require_keys(
+    plain: object, where: str, keys: Mapping[str, tuple[type, ...]]
+) -> dict[str, Any]:
+    if not isinstance(plain, dict) or plain.keys() != keys.keys():
+        raise ValueError(f"{where} does not have the keys {', '.join(keys)}")
+    for key, kinds in keys.items():
+        if not isinstance(plain[key], kinds) or isinstance(plain[key], bool):
+            raise ValueError(f"{where} has {plain[key]!r:.80} as {key}")
+    return plain
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")

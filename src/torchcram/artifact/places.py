@@ -1,0 +1,130 @@
+"""Where stored values belong: a bit per place, or places within the groups of an N:M pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchcram.artifact.bits import CHUNK, pack, packed_size, unpack_some
+from torchcram.artifact.encoding import index_width
+from torchcram.artifact.integers import as_integers
+
+Array = npt.NDArray[np.bool_]
+
+
+def write_mask(kept: Tensor) -> Tensor:
+    """Returns flat booleans as bits."""
+    return pack(kept.view(torch.uint8), 1)
+
+
+def count_kept(bits: Tensor, numel: int) -> int:
+    """Returns how many places a mask keeps.
+
+    Raises:
+        ValueError: if it keeps something after its end.
+    """
+    spare = 8 * len(bits) - numel
+    if spare and int(bits[-1]) >> (8 - spare):
+        raise ValueError("its mask goes on after its end")
+    return int(_ONES.index_select(0, bits.int()).sum())
+
+
+_ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Stored values, of which some are read at a time.
+
+    Attributes:
+        count: how many there are.
+        read: returns those of a slice.
+    """
+
+    count: int
+    read: Callable[[slice], Tensor]
+
+
+def place_by_mask_(out: Tensor, bits: Tensor, values: Values) -> Tensor:
+    """Fills a flat tensor with `values` where the mask says, and with zeros elsewhere.
+
+    Raises:
+        ValueError: if there are more or fewer values than places.
+    """
+    used = 0
+    for start in range(0, len(out), CHUNK):
+        into = out[start : start + CHUNK]
+        some = bits[start // 8 : packed_size(start + len(into), 1)].numpy()
+        kept = np.unpackbits(some, count=len(into), bitorder="little")
+        used = _place(into, kept.view(np.bool_), values, used=used)
+    if used != values.count:
+        raise ValueError(f"it has {values.count} values for {used} places")
+    return out
+
+
+def _place(into: Tensor, kept: Array, values: Values, *, used: int) -> int:
+    """Fills the kept places with values from `used` on; returns how many are used then.
+
+    Of what numpy finds more than a tenth of, it finds without a branch: hence the ones at the end.
+    """
+    ones = len(kept) // 8 + 1
+    places = np.flatnonzero(np.concatenate((kept, np.ones(ones, np.bool_))))[:-ones]
+    after = used + len(places)
+    if after > values.count:
+        raise ValueError(f"it has only {values.count} values for its places")
+    _put(into, places, values.read(slice(used, after)))
+    return after
+
+
+def fill_up(kept: Tensor, keep: int, group: int) -> Tensor:
+    """Returns `kept` with further places, so that every group has exactly `keep`."""
+    kept = kept.view(-1, group)
+    missing = keep - kept.sum(1, dtype=torch.int16)  # (groups,)
+    dropped = kept.logical_not()
+    rank = dropped.cumsum(1, dtype=torch.int16)
+    return (kept | (dropped & (rank <= missing.unsqueeze(1)))).flatten()
+
+
+def most_kept(kept: Tensor, group: int) -> int:
+    """Returns how many places the fullest group keeps."""
+    return int(kept.view(-1, group).sum(1, dtype=torch.int16).max())
+
+
+def write_indices(kept: Tensor, group: int) -> Tensor:
+    """Returns the places of what is kept within its group, packed."""
+    places = kept.nonzero().squeeze(1).remainder_(group)
+    return pack(places.to(torch.uint8), index_width(group))
+
+
+def place_by_indices_(
+    out: Tensor, indices: Tensor, values: Values, *, pattern: tuple[int, int]
+) -> Tensor:
+    """Fills `keep` of every `group` places of a flat tensor, and the others with zeros.
+
+    Raises:
+        ValueError: if a place is not in its group.
+    """
+    keep, group = pattern
+    width = index_width(group)
+    step = max(1, CHUNK // group // 8) * 8  # groups at a time, whole bytes of indices
+    groups = len(out) // group
+    starts = torch.arange(min(step, groups) * keep).div_(keep, rounding_mode="floor").mul_(group)
+    for first in range(0, groups, step):
+        into = out[first * group : (first + step) * group]
+        some = slice(first * keep, min(first + step, groups) * keep)
+        places = unpack_some(indices, width, some.start, count=some.stop - some.start)
+        if group < 1 << width and int(places.max()) >= group:
+            raise ValueError(f"a place is not in its group of {group}")
+        _put(into, places.long().add_(starts[: len(places)]).numpy(), values.read(some))
+    return out
+
+
+def _put(into: Tensor, places: npt.NDArray[np.int64], values: Tensor) -> None:
+    """Moves bits, not numbers, whose types numpy may not know."""
+    into.zero_()
+    as_integers(into).numpy()[places] = as_integers(values).numpy()

@@ -1,0 +1,116 @@
+"""Compact files, read: every tensor is checked before it is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from torchcram.artifact.reader import Reader
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchcram.artifact.manifest import Manifest
+
+    Model = TypeVar("Model", bound=nn.Module)
+
+
+def read_manifest(path: str | PathLike[str]) -> Manifest:
+    """Returns what a file says of itself; the tensors are not read.
+
+    Raises:
+        ValueError: naming the file, if it is no compact file, or cut off, or its header altered.
+        OSError: if there is no such file.
+    """
+    return Reader(Path(path)).manifest
+
+
+def stream(path: str | PathLike[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor one after another, in the order of the model.
+
+    Each is checked before it is yielded, and no more than one is in memory here. Names that are
+    tied come one after another with the same tensor.
+
+    Raises:
+        ValueError: naming the file and the tensor, if something is wrong with it.
+    """
+    reader = Reader(Path(path))
+    for name in reader.manifest.tensors:
+        tensor = reader.tensor(name)
+        for one in (name, *reader.aliases.get(name, ())):
+            yield one, tensor
+
+
+@overload
+def load(path: str | PathLike[str], model: None = None) -> dict[str, Tensor]: ...
+@overload
+def load(path: str | PathLike[str], model: Model) -> Model: ...
+def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
+    """Returns the state dict in a file, or `model` with the state loaded into it.
+
+    Tensors that are tied are one in the state dict. All checksums are compared before the model
+    changes.
+
+    Args:
+        path: of the file.
+        model: of the same names and shapes.
+
+    Raises:
+        ValueError: naming the file and the tensor, if something is wrong with it or it is of
+            another model.
+    """
+    reader = Reader(Path(path))
+    tied = reader.manifest.tied
+    if model is None:
+        parts = reader.each(reader.parts)
+        # allocated here: threads of their own would get memory that is never used again
+        found = {name: reader.empty(name, parts[name]) for name in parts}
+        reader.each(lambda name: reader.decoded(name, parts[name], found[name]))
+        return {**found, **{name: found[other] for name, other in tied.items()}}
+    _require_model(reader, model)
+    into: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    into.update(model.named_parameters(remove_duplicate=False))
+    if any(name not in into for name in (*reader.manifest.tensors, *tied)):
+        model.load_state_dict(load(path))  # a hook gives its state other names
+        return model
+    parts = reader.each(reader.parts)
+
+    @torch.no_grad()
+    def copy_(name: str) -> None:
+        tensor = reader.decoded(name, parts[name], into[name])
+        for alias in reader.aliases.get(name, ()):
+            if into[alias] is not into[name]:
+                into[alias].copy_(tensor)
+
+    reader.each(copy_)
+    return model
+
+
+def verify(path: str | PathLike[str]) -> Manifest:
+    """Reads all of a file, compares all checksums and returns its manifest.
+
+    Raises:
+        ValueError: naming the file and the tensor, if something is wrong with it.
+    """
+    reader = Reader(Path(path))
+    for name in reader.manifest.tensors:
+        reader.tensor(name, thorough=True)
+    return reader.manifest
+
+
+def _require_model(reader: Reader, model: nn.Module) -> None:
+    manifest = reader.manifest
+    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+    shapes.update((name, shapes[other]) for name, other in manifest.tied.items())
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name in sorted(own.keys() | shapes.keys()):
+        if own.get(name) != shapes.get(name):
+            raise ValueError(
+                f"{reader.path} is of another model than this {type(model).__name__}: {name!r} is "
+                f"{shapes.get(name, 'missing')} in the file and {own.get(name, 'missing')} here"
+            )

@@ -1,0 +1,127 @@
+"""torchcram export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.options import (
+    DATA,
+    DataFolder,
+    DeviceName,
+    Download,
+    RunFolder,
+    find_device,
+    load,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from torchcram.experiments.export import Exported
+    from torchcram.experiments.results import Result
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP",
+            help="Operator, as global:0.9 or global:0.8+int4. Repeatable.",
+            show_default="targets of the recipe",
+        ),
+    ] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="FORMAT", help="torchcram, safetensors, transformers or onnx."
+        ),
+    ] = "torchcram",
+    values: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="fp16 or bf16: round weights that are not quantized.",
+            show_default="as they are",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder for the files.", show_default="RUN/export"),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    data: DataFolder = DATA,
+    device: DeviceName = "auto",
+    download: Download = False,
+) -> None:
+    """Compress a trained model and write files to deploy, with what was measured in them.
+
+    The format torchcram is the compact one; the others hold the same weights, zeros and all.
+    """
+    with errors_in_a_line():
+        from torchcram.cli.progress import watching
+        from torchcram.cli.tables import show
+        from torchcram.experiments.export import check_export
+        from torchcram.experiments.export import export as write
+        from torchcram.experiments.results import write_result
+        from torchcram.experiments.run_folder import MODEL
+        from torchcram.experiments.train import load_trained
+
+        where = find_device(device)
+        trained = load_trained(run, where)
+        check_export(trained, kind, values)
+        targets = to or list(trained.recipe.compress.to)
+        images = load(trained.recipe, data, download=download)
+        with watching() as watch:
+            result, found = write(
+                trained,
+                images,
+                out or run / "export",
+                targets=targets,
+                kind=kind,
+                values=values,
+                device=where,
+                progress=watch.pieces("compressing", len(targets)),
+            )
+        show(_table(result, found, (run / MODEL).stat().st_size))
+        if json is not None:
+            write_result(result, json)
+            typer.echo(f"result: {json}")
+
+
+def _table(result: Result, found: Sequence[Exported], dense: int) -> Table:
+    """Returns a line per file, against the file of the dense model."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from torchcram.report.summary import percent, points
+
+    (seed,) = result.seeds
+    table = Table(
+        title=Text(f"Files, and test {result.metric} in % on {result.data}"),
+        caption="as is: before batch norm is tuned; smaller: than the file of the dense model",
+    )
+    table.add_column("target", no_wrap=True)
+    for column in ("bytes", "smaller", "as is", result.metric, "vs dense"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("file", overflow="fold")
+    table.add_row("dense", f"{dense:,}", "", "", percent(seed.dense), "", "", end_section=True)
+    for one in found:
+        target = one.target
+        table.add_row(
+            Text(target.operator),
+            f"{one.size:,}",
+            f"{dense / one.size:.1f}x",
+            percent(target.before),
+            percent(target.after),
+            points(target.after - seed.dense),
+            Text(str(one.path)),
+        )
+    return table

@@ -1,0 +1,194 @@
+"""A finished run compressed to many targets, each written as a file to deploy."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchcram import artifact
+from torchcram.experiments.build import build_batches, target_weights
+from torchcram.experiments.evaluate import score_on_test
+from torchcram.experiments.outcome import measure
+from torchcram.experiments.recipe_changes import as_name, with_targets
+from torchcram.experiments.run_folder import load_model_, save_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.results import Result, TargetResult
+    from torchcram.experiments.train import Trained
+
+FORMATS = ("torchcram", "safetensors", "transformers", "onnx")
+VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAMPLES = 4  # that an ONNX file is compared with the model on
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One target, written.
+
+    Attributes:
+        path: of the file or folder.
+        size: in bytes.
+        target: how good it is.
+    """
+
+    path: Path
+    size: int
+    target: TargetResult
+
+
+def check_export(trained: Trained, kind: str, values: str | None) -> None:
+    """Refuses what cannot be written, before anything is computed.
+
+    Raises:
+        ValueError: saying what is allowed.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"--format {kind}: allowed are {', '.join(FORMATS)}")
+    if values is not None and values not in VALUES:
+        raise ValueError(f"--values {values}: allowed are {', '.join(VALUES)}")
+    if values is not None and kind != "torchcram":
+        raise ValueError(f"--values {values}: only --format torchcram has values of another type")
+    if kind == "transformers" and trained.recipe.text is None:
+        raise ValueError(
+            f"--format transformers: {trained.recipe.model.name} is no model of Transformers"
+        )
+
+
+def export(
+    trained: Trained,
+    data: AnyData,
+    to: Path,
+    *,
+    targets: Sequence[str],
+    kind: str,
+    values: str | None = None,
+    device: torch.device,
+    progress: Callable[[object], None] | None = None,
+) -> tuple[Result, list[Exported]]:
+    """Compresses a trained model to targets, tests each and writes it.
+
+    Args:
+        trained: stays as it is.
+        data: that it was trained and tested on.
+        to: folder for the files; `global:0.9` becomes `global-0.9.torchcram.safetensors`,
+            `global-0.9.safetensors`, `global-0.9` or `global-0.9.onnx`.
+        targets: operators as text.
+        kind: one of `FORMATS`.
+        values: what to round weights to that are not quantized, one of `VALUES`; they are tested
+            as they come out of the file.
+        device: of all that is computed.
+        progress: told of every target that is measured.
+
+    Returns:
+        All that was measured, and what was written.
+    """
+    check_export(trained, kind, values)
+    trained = replace(trained, recipe=with_targets(trained.recipe, targets))
+    found = []
+    with tempfile.TemporaryDirectory() as aside:
+        result = measure(trained, data, device=device, save_to=Path(aside), progress=progress)
+        (seed,) = result.seeds
+        for target in seed.targets:
+            small = deepcopy(trained.model)
+            load_model_(small, Path(aside) / f"{target.operator.replace(':', '-')}.safetensors")
+            if values is not None:
+                kept = VALUES[values]
+                target = _rounded_(small, trained, data, target=target, values=kept, device=device)
+            path = _write(small, trained, data, target=target, to=to, kind=kind, values=values)
+            found.append(Exported(path, _size(path), target))
+    targets_found = tuple(one.target for one in found)
+    return replace(result, seeds=(replace(seed, targets=targets_found),)), found
+
+
+def _rounded_(
+    model: nn.Module,
+    trained: Trained,
+    data: AnyData,
+    *,
+    target: TargetResult,
+    values: torch.dtype,
+    device: torch.device,
+) -> TargetResult:
+    """Makes a model what its file gives back, and tests that."""
+    with tempfile.TemporaryDirectory() as aside:
+        artifact.save(Path(aside) / "model", model, operator=target.operator, values=values)
+        artifact.load(Path(aside) / "model", model)
+    score = score_on_test(model, trained.recipe, data, device=device)
+    return replace(target, after=score.value, others=score.others)
+
+
+def _write(
+    model: nn.Module,
+    trained: Trained,
+    data: AnyData,
+    *,
+    target: TargetResult,
+    to: Path,
+    kind: str,
+    values: str | None,
+) -> Path:
+    name, operator = as_name(target.operator), target.operator
+    if kind == "torchcram":
+        path = to / f"{name}.torchcram.safetensors"
+        kept = None if values is None else VALUES[values]
+        said = _metadata(trained, target)
+        artifact.save(path, model, operator=operator, values=kept, metadata=said)
+        return path
+    if kind == "safetensors":
+        path = to / f"{name}.safetensors"
+        save_model(model, path)
+        return path
+    if kind == "transformers":
+        from torchcram.experiments.text.models import load_tokenizer
+
+        path = to / name
+        inner: Any = model.model
+        inner.save_pretrained(path)
+        load_tokenizer(trained.recipe.model.name).save_pretrained(path)
+        return path
+    from torchcram.runtime.onnx import export_onnx
+
+    path = to / f"{name}.onnx"
+    to.mkdir(parents=True, exist_ok=True)
+    model = model.cpu().eval()
+    cpu = torch.device("cpu")
+    batches = build_batches(trained.recipe, data, train=False, device=cpu, seed=0)
+    inputs, _ = next(iter(batches.epoch(0)))
+    weights = target_weights(trained.recipe, model)
+    export_onnx(model, (inputs[:SAMPLES],), path, operator=operator, weights=weights)
+    return path
+
+
+def _metadata(trained: Trained, target: TargetResult) -> dict[str, object]:
+    recipe, info = trained.recipe, trained.info
+    metrics: dict[str, object] = {
+        "metric": recipe.metric,
+        "dense": trained.finished.accuracy,
+        "before": target.before,
+        "after": target.after,
+        "others": target.others or {},
+    }
+    return {
+        "recipe": recipe.to_dict(),
+        "seed": info.seed,
+        "data": {"name": info.data.name, "test_images": info.data.test_images},
+        "metrics": metrics,
+        "sparsity": target.sparsity,
+        "model_sparsity": target.model_sparsity,
+    }
+
+
+def _size(path: Path) -> int:
+    """Returns the bytes of a file, or of the weights in a folder; with what lies beside it."""
+    if path.is_dir():
+        return sum(one.stat().st_size for one in path.glob("*.safetensors"))
+    return sum(one.stat().st_size for one in path.parent.glob(f"{path.name}*"))

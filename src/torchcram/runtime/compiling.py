@@ -1,0 +1,68 @@
+"""Compiles the kernels with the C++ compiler of the system, into the package itself.
+
+Nothing but the standard library is needed, so that the build of the package can use this file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "csrc"
+LIBRARY = HERE / "libtorchcram_runtime.so"
+
+_COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+_AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
+_LEVELS = {
+    "avx512": ["-DTORCHCRAM_AVX512", *_AVX512, "-mprefer-vector-width=512"],
+    "avx2": ["-DTORCHCRAM_AVX2", "-mavx2", "-mfma"],
+    "portable": [],
+}
+
+
+def compiler() -> str | None:
+    """Returns the C++ compiler: the one named by CXX, or else g++ or clang++ where there is one."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")
+
+
+def build(target: Path = LIBRARY) -> Path:
+    """Compiles the kernels into `target` and returns it.
+
+    Raises:
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    found = compiler()
+    if found is None or sys.platform == "win32":
+        raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    units: list[tuple[Path, str, list[str]]] = [
+        (SOURCES / f"{name}.cpp", name, []) for name in ("api", "check", "pack", "parallel")
+    ]
+    for level, flags in _LEVELS.items():
+        if x86 or level == "portable":
+            units.append((SOURCES / "kernels.cpp", level, flags))
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for source, name, flags in units:
+            objects.append(f"{folder}/{name}.o")
+            _run([found, *_COMMON, *flags, "-c", str(source), "-o", objects[-1]])
+        library = f"{folder}/{target.name}"
+        own = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
+        _run([found, "-shared", "-pthread", *own, *objects, "-o", library])
+        part = target.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(library, part)
+        part.replace(target)  # whoever has the old one loaded keeps it
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

@@ -1,0 +1,93 @@
+// Whether memory holds a packed matrix: the kernels trust what they read.
+#include <initializer_list>
+
+#include "packed.h"
+
+namespace torchcram {
+
+namespace {
+
+bool fits(const Header& h, int64_t bytes) {
+  const int64_t most = int64_t(1) << 40;
+  if (h.magic != kMagic || h.bytes != bytes) return false;
+  if (h.form != kPairs && h.form != kPatterns) return false;
+  for (int64_t n : {h.rows, h.inner, h.blocks, h.groups, h.group_rows})
+    if (n < 1 || n > most) return false;
+  if (h.blocks > bytes / 8 || h.groups > bytes / 16 / h.blocks) return false;
+  if (h.group_rows % 16 || (h.groups - 1) * h.group_rows >= h.rows) return false;
+  if (h.groups * h.group_rows < h.rows || h.group_rows > kMostRows) return false;
+  const int64_t tables =
+      int64_t(sizeof(Header)) + (h.blocks + 2) * 8 + (h.blocks * h.groups + 1) * 16;
+  return h.columns_at % 2 == 0 && h.values_at % 4 == 0 && tables <= h.columns_at &&
+         h.columns_at <= h.values_at && h.values_at <= bytes;
+}
+
+struct Reader {
+  const uint16_t* columns;
+  int64_t column, value, last_column, last_value, panel_bytes;
+
+  bool counts(int64_t count, int64_t each_column, int64_t each_value) const {
+    return column + count * each_column <= last_column && value + count * each_value <= last_value;
+  }
+  bool take(int64_t count, int64_t each_column, int64_t each_value) {
+    if (!counts(count, each_column, each_value)) return false;
+    for (int64_t i = 0; i < count * each_column; ++i) {
+      const int64_t offset = columns[column + i];
+      if (offset % kAlign != 0 || offset + kPanelBytes > panel_bytes) return false;
+    }
+    column += count * each_column;
+    value += count * each_value;
+    return true;
+  }
+};
+
+bool good_pairs(Reader r, int64_t rows) {
+  for (int64_t row = 0; row < rows; row += 2) {
+    if (r.column + 3 > r.last_column) return false;
+    const uint16_t* at = r.columns + r.column;
+    if (at[1] > rows || at[2] > rows) return false;  // an odd row is paired with one past the last
+    r.column += 3;
+    if (!r.take(at[0], 2, 2)) return false;
+  }
+  return r.column == r.last_column && r.value == r.last_value;
+}
+
+bool good_patterns(Reader r, int64_t rows) {
+  for (int64_t row = 0; row < rows; row += 4) {
+    if (r.column + 15 > r.last_column) return false;
+    const uint16_t* counts = r.columns + r.column;
+    r.column += 15;
+    for (int pattern = 15; pattern > 0; --pattern)
+      if (!r.take(counts[pattern - 1], 1, __builtin_popcount(pattern))) return false;
+  }
+  return r.column == r.last_column && r.value == r.last_value;
+}
+
+}  // namespace
+
+bool check(const void* memory, int64_t bytes) {
+  if (bytes < int64_t(sizeof(Header))) return false;
+  const Header& h = *static_cast<const Header*>(memory);
+  if (!fits(h, bytes)) return false;
+  const Packed packed(memory);
+  const int64_t panel_bytes = packed.inner_starts[h.blocks + 1];
+  const int64_t columns = (h.values_at - h.columns_at) / 2, values = (bytes - h.values_at) / 4;
+  if (panel_bytes < kPanelBytes || panel_bytes > 65536 || panel_bytes % kAlign) return false;
+  if (packed.inner_starts[0] != 0 || packed.inner_starts[h.blocks] != h.inner) return false;
+  for (int64_t block = 0; block < h.blocks; ++block) {
+    const int64_t wide = packed.inner_starts[block + 1] - packed.inner_starts[block];
+    if (wide < 1 || wide > 65536) return false;
+    for (int64_t group = 0; group < h.groups; ++group) {
+      const Start* s = packed.starts + block * h.groups + group;
+      if (s->column < 0 || s->value < 0 || s[1].column > columns || s[1].value > values ||
+          s[1].column < s->column || s[1].value < s->value)
+        return false;
+      const Reader r{packed.columns, s->column, s->value, s[1].column, s[1].value, panel_bytes};
+      const int64_t rows = packed.group_rows(group);
+      if (!(h.form == kPairs ? good_pairs(r, rows) : good_patterns(r, rows))) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace torchcram

@@ -1,0 +1,183 @@
+// Convolutions: the panel holds the pixels that the outputs need.
+#pragma once
+
+#include "multiply.h"
+
+namespace torchcram {
+namespace {
+
+// What a convolution ends in is simple enough to do on the way out.
+TORCHCRAM_INLINE Vector finish(Vector v, const float* residual, bool relu) {
+  if (residual) v += load(residual);
+  return relu ? largest(v, Vector{}) : v;
+}
+
+// Where runs of neighbouring outputs have their pixels, all runs alike.
+struct Runs {
+  int64_t length, count, at[kPanel];
+  Runs(const Convolution& c, int64_t first, int64_t outputs) {
+    length = c.out_w % 16 == 0 ? 16 : c.out_w % 8 == 0 ? 8 : c.out_w % 4 == 0 ? 4 : 1;
+    count = outputs / length;  // a row has whole runs, and so have all rows
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t output = first + i * length;
+      at[i] = output / c.out_w * c.stride_h * c.width + output % c.out_w;
+    }
+  }
+};
+
+template <int Length>
+void take_runs(const float* from, const Runs& runs, float* to) {
+  for (int64_t i = 0; i < runs.count; ++i) memcpy(to + i * Length, from + runs.at[i], Length * 4);
+}
+
+// The pixels of a block: [k][64 outputs].
+template <int Length>
+void take_pixels(const Job& job, const Runs& runs, int64_t block, const float* image, float* to) {
+  const Convolution& c = *job.shape;
+  const int64_t plane = c.height * c.width, *starts = job.packed->inner_starts + block;
+  int64_t kx = starts[0] % c.kernel_w, ky = starts[0] / c.kernel_w % c.kernel_h;
+  int64_t channel = starts[0] / (c.kernel_w * c.kernel_h);
+  for (int64_t k = starts[0]; k < starts[1]; ++k, to += kPanel) {
+    const int64_t x = kx * c.dilation_w;
+    take_runs<Length>(image + (channel * c.stride_w + x % c.stride_w) * plane +
+                          ky * c.dilation_h * c.width + x / c.stride_w,
+                      runs, to);
+    if (++kx < c.kernel_w) continue;
+    kx = 0;
+    if (++ky < c.kernel_h) continue;
+    ky = 0;
+    ++channel;
+  }
+}
+
+// The lanes of a panel are neighbouring outputs of one image, in the order of rows and columns. The
+// input is padded already, and its columns are sorted by their remainders when divided by the stride:
+// [image][channel][remainder][row][column].
+void pixels(const void* what, int64_t task) {
+  const Job& job = *static_cast<const Job*>(what);
+  const Packed& packed = *job.packed;
+  const Convolution& c = *job.shape;
+  const bool relu = job.activation == kRelu;
+  const Rows rows(packed, task % job.splits, job.splits, 0);
+  const int64_t outputs = c.out_h * c.out_w, panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t image = task / job.splits / panels, first = task / job.splits % panels * kPanel;
+  const int64_t count = outputs - first < kPanel ? outputs - first : kPanel;
+  const int vectors = (count + kLanes - 1) / kLanes;
+  const size_t floats = packed.inner_starts[packed.blocks() + 1] / 4;
+  float* panel = scratch(1, floats);
+  if (count % kLanes) memset(panel, 0, floats * sizeof(float));  // lanes without an output
+  const Runs runs(c, first, count);
+  const auto take = runs.length == 16  ? take_pixels<16>
+                    : runs.length == 8 ? take_pixels<8>
+                    : runs.length == 4 ? take_pixels<4>
+                                       : take_pixels<1>;
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    take(job, runs, block, job.input + image * c.channels * c.stride_w * c.height * c.width, panel);
+    multiply(rows, block, panel, vectors, job.bias);
+  }
+  for (int64_t group = rows.first; group < rows.last; ++group)
+    for (int64_t row = 0; row < packed.group_rows(group); ++row) {
+      const float* sums = rows.of(group) + row * kPanel;
+      const int64_t at =
+          (image * packed.header->rows + packed.first_row(group) + row) * outputs + first;
+      const float* residual = job.residual ? job.residual + at : nullptr;
+      float* y = job.output + at;
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes)
+        store(y + i, finish(load(sums + i), residual ? residual + i : nullptr, relu));
+      if (i < count) {
+        float last[kLanes] = {};
+        if (residual) memcpy(last, residual + i, (count - i) * sizeof(float));
+        store(last, finish(load(sums + i), residual ? last : nullptr, relu));
+        memcpy(y + i, last, (count - i) * sizeof(float));
+      }
+    }
+}
+
+constexpr int kImages = 16;  // in a panel, for each of 4 neighbouring outputs
+
+// panel[channel][ky][slot][image] of the channels of a block, for 4 outputs from a column on. Full:
+// there are 16 images, else the lanes behind them stay zero.
+template <bool Full>
+void take_images(const Job& job, int64_t block, int64_t row, int64_t column, int64_t image,
+                 int64_t images, float* panel) {
+  const Convolution& c = *job.shape;
+  const int64_t kernel = c.kernel_h * c.kernel_w, *starts = job.packed->inner_starts + block;
+  const int64_t first = starts[0] / kernel, channels = starts[1] / kernel - first;
+  const int64_t step = c.kernel_h * job.strip->slots * kImages;  // to the next channel
+  for (int64_t ky = 0; ky < c.kernel_h; ++ky) {
+    const int64_t y = row * c.stride_h + ky * c.dilation_h - c.pad_h;
+    for (int64_t slot = 0; slot < job.strip->slots; ++slot, panel += kImages) {
+      const int64_t x = column * c.stride_w - c.pad_w + job.strip->pixel_of[slot];
+      float* to = panel;
+      if (y < 0 || y >= c.height || x < 0 || x >= c.width) {
+        for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
+        continue;
+      }
+      const float* from = job.input + ((y * c.width + x) * c.channels + first) * c.batch + image;
+      for (int64_t i = 0; i < channels; ++i, to += step, from += c.batch) {
+        if (Full)
+          for (int lane = 0; lane < kImages; lane += kLanes) store(to + lane, load(from + lane));
+        else
+          memcpy(to, from, images * sizeof(float));
+      }
+    }
+  }
+}
+
+template <bool Full>
+void give_images(const Job& job, const Rows& rows, int64_t row, int64_t column, int64_t wide,
+                 int64_t image, int64_t images) {
+  const Packed& packed = *job.packed;
+  const Convolution& c = *job.shape;
+  const bool relu = job.activation == kRelu;
+  for (int64_t pixel = 0; pixel < wide; ++pixel)
+    for (int64_t group = rows.first; group < rows.last; ++group) {
+      const float* sums = rows.of(group) + pixel * kImages;
+      const int64_t feature = packed.first_row(group), count = packed.group_rows(group);
+      const int64_t place = (row * c.out_w + column + pixel) * packed.header->rows + feature;
+      const int64_t at = place * c.batch + image;
+      const float* residual = job.residual ? job.residual + at : nullptr;
+      float* to = job.output + at;
+      for (int64_t r = 0; r < count; ++r, sums += kPanel, to += c.batch) {
+        if (Full) {
+          for (int i = 0; i < kImages; i += kLanes)
+            store(to + i, finish(load(sums + i), residual ? residual + i : nullptr, relu));
+        } else {
+          float values[kImages] = {};
+          if (residual) memcpy(values, residual, images * sizeof(float));
+          for (int i = 0; i < kImages; i += kLanes)
+            store(values + i, finish(load(sums + i), residual ? values + i : nullptr, relu));
+          memcpy(to, values, images * sizeof(float));
+        }
+        if (residual) residual += c.batch;
+      }
+    }
+}
+
+// The lanes of a panel are 16 images, its vectors 4 neighbouring outputs; images lie innermost:
+// [row][column][channel][image]. A task is a row of outputs of 16 images.
+void images(const void* what, int64_t task) {
+  const Job& job = *static_cast<const Job*>(what);
+  const Packed& packed = *job.packed;
+  const Convolution& c = *job.shape;
+  const Rows rows(packed, task % job.splits, job.splits, 0);
+  const int64_t sets = (c.batch + kImages - 1) / kImages;
+  const int64_t image = task / job.splits % sets * kImages, row = task / job.splits / sets;
+  const int64_t here = c.batch - image < kImages ? c.batch - image : kImages;
+  const bool full = here == kImages;
+  const size_t floats = packed.inner_starts[packed.blocks() + 1] / 4;
+  float* panel = scratch(1, floats);
+  if (!full) memset(panel, 0, floats * sizeof(float));
+  for (int64_t column = 0; column < c.out_w; column += 4) {
+    const int64_t wide = c.out_w - column < 4 ? c.out_w - column : 4;
+    for (int64_t block = 0; block < packed.blocks(); ++block) {
+      (full ? take_images<true> : take_images<false>)(job, block, row, column, image, here, panel);
+      multiply(rows, block, panel, int(wide * kImages / kLanes), job.bias);
+    }
+    (full ? give_images<true> : give_images<false>)(job, rows, row, column, wide, image, here);
+  }
+}
+
+}  // namespace
+}  // namespace torchcram

@@ -1,0 +1,124 @@
+// Y = activation(X W^T + bias) + residual with weights and activations in 8 bits.
+//
+// Four weights of a row, neighbours along k, are one 32-bit value of the packed matrix; a value is kept
+// where one of the four is. The four activations of a token are one 32-bit lane of the panel:
+// unsigned, 128 stands for zero, one scale per token.
+#pragma once
+
+#if defined(TORCHCRAM_AVX512)
+
+#include <immintrin.h>
+
+#include "linear.h"
+
+namespace torchcram {
+namespace {
+
+typedef int32_t Words __attribute__((vector_size(64), may_alias));
+
+template <int V, bool First>
+void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const int32_t* start) {
+  for (int64_t row = 0; row < rows; row += 2) {
+    int count = s.column[0];
+    const int64_t i = s.column[1], j = s.column[2];
+    Words* a = reinterpret_cast<Words*>(sums + i * kPanel);
+    Words* b = reinterpret_cast<Words*>(sums + j * kPanel);
+    s.column += 3;
+    const Words p = Words{} + (First && i < rows ? start[i] : 0);
+    const Words q = Words{} + (First && j < rows ? start[j] : 0);
+    __m512i sum[2][V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      sum[0][v] = (__m512i)(First ? p : a[v]);
+      sum[1][v] = (__m512i)(First ? q : b[v]);
+    }
+    for (; count > 0; --count, s.column += 2, s.value += 2) {
+      const __m512i* x = reinterpret_cast<const __m512i*>(panel + s.column[0]);
+      const __m512i* y = reinterpret_cast<const __m512i*>(panel + s.column[1]);
+      const __m512i w = (__m512i)_mm512_set1_ps(s.value[0]), u = (__m512i)_mm512_set1_ps(s.value[1]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[0][v] = _mm512_dpbusd_epi32(sum[0][v], x[v], w);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[1][v] = _mm512_dpbusd_epi32(sum[1][v], y[v], u);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) a[v] = (Words)sum[0][v], b[v] = (Words)sum[1][v];
+  }
+}
+
+template <bool First>
+void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vectors,
+                   const int32_t* start) {
+  const char* x = reinterpret_cast<const char*>(panel);
+  for (int64_t group = rows.first; group < rows.last; ++group) {
+    const Start& at = rows.packed.starts[block * rows.packed.groups() + group];
+    const Stream s{rows.packed.columns + at.column, rows.packed.values + at.value};
+    int32_t* y = reinterpret_cast<int32_t*>(rows.of(group));
+    const int64_t count = rows.packed.group_rows(group);
+    const int32_t* from = start + rows.packed.first_row(group);
+    switch (vectors) {
+      case 1: run_int8<1, First>(x, s, y, count, from); break;
+      case 2: run_int8<2, First>(x, s, y, count, from); break;
+      case 3: run_int8<3, First>(x, s, y, count, from); break;
+      default: run_int8<4, First>(x, s, y, count, from); break;
+    }
+  }
+}
+
+// Rounds the tokens to bytes, [token][inner] filled up to a multiple of 4; their scales.
+void round_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes, float* scales) {
+  const int64_t wide = (inner + 3) / 4 * 4;
+  for (int64_t t = 0; t < tokens; ++t, x += inner, bytes += wide) {
+    __m512 most = _mm512_setzero_ps();
+    int64_t k = 0;
+    for (; k + 16 <= inner; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
+    const __mmask16 rest = __mmask16((1u << (inner - k)) - 1);
+    most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(rest, x + k)));
+    const float top = _mm512_reduce_max_ps(most);
+    scales[t] = top / 127.0f;
+    const __m512 factor = _mm512_set1_ps(top > 0.0f ? 127.0f / top : 0.0f);
+    const __m512i zero = _mm512_set1_epi32(128);
+    for (k = 0; k < inner; k += 16) {
+      const __mmask16 here = inner - k >= 16 ? 0xffff : __mmask16((1u << (inner - k)) - 1);
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(here, x + k), factor));
+      _mm512_mask_cvtepi32_storeu_epi8(bytes + k, here, _mm512_add_epi32(q, zero));
+    }
+    for (k = inner; k < wide; ++k) bytes[k] = 128;
+  }
+}
+
+void linear_int8(const void* what, int64_t task) {
+  const Job& job = *static_cast<const Job*>(what);
+  const Packed& packed = *job.packed;
+  const int64_t first = task / job.splits * kPanel, words = packed.header->inner;
+  const int64_t tokens = job.tokens - first < kPanel ? job.tokens - first : kPanel;
+  const int vectors = (tokens + kLanes - 1) / kLanes;
+  const Rows rows(packed, task % job.splits, job.splits, 0);
+  float* bytes = scratch(2, kPanel * words);
+  float* scales = scratch(3, kPanel);
+  memset(scales, 0, kPanel * sizeof(float));
+  round_tokens(job.input + first * job.inner, job.inner, tokens, reinterpret_cast<uint8_t*>(bytes),
+               scales);
+  float* panel = scratch(1, packed.inner_starts[packed.blocks() + 1] / 4);
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    const int64_t k = packed.inner_starts[block];
+    take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel);
+    (block ? multiply_int8<false> : multiply_int8<true>)(rows, block, panel, vectors, job.start);
+  }
+  for (int64_t group = rows.first; group < rows.last; ++group)
+    for (int64_t r = 0; r < packed.group_rows(group); ++r) {
+      float* at = rows.of(group) + r * kPanel;
+      const int64_t row = packed.first_row(group) + r;
+      const Vector scale = all(job.scales[row]), bias = all(job.bias ? job.bias[row] : 0.0f);
+      for (int i = 0; i < kPanel; i += kLanes) {
+        const Vector sum = (Vector)_mm512_cvtepi32_ps(_mm512_loadu_si512(at + i));
+        store(at + i, sum * (scale * load(scales + i)) + bias);
+      }
+    }
+  give_rows(job, rows, first, tokens, job.activation);
+}
+
+}  // namespace
+}  // namespace torchcram
+
+#endif

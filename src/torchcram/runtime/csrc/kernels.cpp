@@ -1,0 +1,31 @@
+// The kernels, compiled once per instruction set.
+#include "convolution.h"
+#include "int8.h"
+#include "linear.h"
+
+namespace torchcram {
+namespace {
+
+#if defined(TORCHCRAM_AVX512)
+#define TORCHCRAM_KERNELS kAvx512
+constexpr const char* kName = "avx512";
+#elif defined(TORCHCRAM_AVX2)
+#define TORCHCRAM_KERNELS kAvx2
+constexpr const char* kName = "avx2";
+#else
+#define TORCHCRAM_KERNELS kPortable
+constexpr const char* kName = "portable";
+#endif
+
+#if defined(TORCHCRAM_AVX512)
+constexpr Task kInt8 = linear_int8;
+#else
+constexpr Task kInt8 = nullptr;
+#endif
+
+}  // namespace
+
+extern const Kernels TORCHCRAM_KERNELS;
+const Kernels TORCHCRAM_KERNELS = {kName, linear, pixels, images, kInt8};
+
+}  // namespace torchcram

@@ -1,0 +1,104 @@
+// Y = activation(X W^T + bias) + residual for tokens that lie as [token][feature].
+#pragma once
+
+#include "multiply.h"
+
+namespace torchcram {
+namespace {
+
+// panel[k][token] = x[token][k] for kLanes of k; zeros where there are no tokens.
+template <bool Full>
+TORCHCRAM_INLINE void take_square(const float* x, int64_t stride, int64_t tokens, float* panel) {
+  Vector m[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) m[i] = Full || i < tokens ? load(x + i * stride) : Vector{};
+  transpose(m);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(panel + i * kPanel, m[i]);
+}
+
+void take_tokens(const float* x, int64_t stride, int64_t tokens, int64_t inner, float* panel) {
+  const int64_t squares = inner / kLanes * kLanes;
+  int64_t t = 0;
+  for (; t + kLanes <= tokens; t += kLanes)
+    for (int64_t k = 0; k < squares; k += kLanes)
+      take_square<true>(x + t * stride + k, stride, kLanes, panel + k * kPanel + t);
+  for (int64_t k = 0; t < tokens && k < squares; k += kLanes)
+    take_square<false>(x + t * stride + k, stride, tokens - t, panel + k * kPanel + t);
+  for (int64_t k = squares; k < inner; ++k)
+    for (t = 0; t < (tokens + kLanes - 1) / kLanes * kLanes; ++t)
+      panel[k * kPanel + t] = t < tokens ? x[t * stride + k] : 0.0f;
+}
+
+// y[token][row] = activation(sums[row][token]) + residual[token][row]; the sums are overwritten.
+void give_tokens(float* sums, int64_t rows, int64_t tokens, int activation, const float* residual,
+                 float* y, int64_t stride) {
+  for (int64_t row = 0; row < rows; row += kLanes)
+    for (int64_t t = 0; t < tokens; t += kLanes) {
+      float* from = sums + row * kPanel;
+      if (t == 0) activate(from, kLanes * kPanel, activation);
+      const int64_t here = tokens - t < kLanes ? tokens - t : kLanes;
+      Vector m[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) m[i] = load(from + i * kPanel + t);
+      transpose(m);
+      const int64_t at = t * stride + row;
+      if (row + kLanes <= rows && here == kLanes) {
+        if (residual) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) m[i] += load(residual + at + i * stride);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store(y + at + i * stride, m[i]);
+        continue;
+      }
+      const int64_t wide = rows - row < kLanes ? rows - row : kLanes;
+      for (int64_t i = 0; i < here; ++i)
+        for (int64_t j = 0; j < wide; ++j) {
+          const int64_t one = at + i * stride + j;
+          y[one] = m[i][j] + (residual ? residual[one] : 0.0f);
+        }
+    }
+}
+
+// Sums of the rows for tokens from the first on.
+void multiply_tokens(const Job& job, const Rows& rows, int64_t first, int64_t tokens) {
+  const Packed& packed = rows.packed;
+  const int64_t inner = packed.header->inner;
+  const int vectors = (tokens + kLanes - 1) / kLanes;
+  float* panel = scratch(1, packed.inner_starts[packed.blocks() + 1] / 4);
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    const int64_t k = packed.inner_starts[block];
+    take_tokens(job.input + first * inner + k, inner, tokens, packed.inner_starts[block + 1] - k,
+                panel);
+    multiply(rows, block, panel, vectors, job.bias);
+  }
+}
+
+void give_rows(const Job& job, const Rows& rows, int64_t first, int64_t tokens, int activation) {
+  const int64_t all_rows = rows.packed.header->rows;
+  for (int64_t group = rows.first; group < rows.last; ++group) {
+    const int64_t at = first * all_rows + rows.packed.first_row(group);
+    give_tokens(rows.of(group), rows.packed.group_rows(group), tokens, activation,
+                job.residual ? job.residual + at : nullptr, job.output + at, all_rows);
+  }
+}
+
+void linear(const void* what, int64_t task) {
+  const Job& job = *static_cast<const Job*>(what);
+  const int64_t first = task / job.splits * kPanel;
+  const int64_t tokens = job.tokens - first < kPanel ? job.tokens - first : kPanel;
+  const Rows rows(*job.packed, task % job.splits, job.splits, 0);
+  multiply_tokens(job, rows, first, tokens);
+  if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
+  // The sums of the first layer are the panel of the second.
+  activate(rows.sums, job.packed->header->rows * kPanel, job.activation);
+  const Rows next(*job.then, 0, 1, 2);
+  for (int64_t block = 0; block < job.then->blocks(); ++block)
+    multiply(next, block, rows.sums + job.then->inner_starts[block] * kPanel,
+             (tokens + kLanes - 1) / kLanes, job.then_bias);
+  give_rows(job, next, first, tokens, kNone);
+}
+
+}  // namespace
+}  // namespace torchcram

@@ -1,0 +1,106 @@
+// How a sparse matrix lies in memory, and what the parts of the library share.
+//
+// Y[row, token] = sum over k of W[row, k] X[k, token]. Tokens come in panels of 64, which lie as
+// [k][64] floats. The inner dimension is cut into blocks so small that the panel of one stays in L1,
+// the rows into groups, which threads can share among themselves. Each (block, group) is a stream of
+// 16-bit numbers and one of values, read once from front to back.
+//
+// Two forms of stream:
+//   pairs    two rows at a time, each with its own columns, as many for both (the shorter is filled
+//            with zeros; rows are paired by their counts): count, row, row, then (column, column)...
+//   patterns four neighbouring rows; columns sorted by which of the rows use them:
+//            15 counts, then the columns of pattern 15, 14, ... 1
+// A "column" is the offset in bytes of its 64 tokens in the panel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torchcram {
+
+constexpr int kPanel = 64;           // tokens
+constexpr int kPanelBytes = 256;     // of one k
+constexpr int kMostRows = 384;       // of a group
+constexpr int64_t kMagic = 0x314d415243;  // "CRAM1"
+constexpr int64_t kPanelMost = 40960;  // bytes of a panel of pixels that L1 holds
+constexpr size_t kAlign = 64;
+
+enum Form : int64_t { kPairs = 2, kPatterns = 4 };
+enum Activation : int { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+
+struct Header {
+  int64_t magic, bytes, rows, inner, form, blocks, groups, group_rows, columns_at, values_at;
+};
+
+struct Start {
+  int64_t column, value;  // where the streams of a (block, group) begin, in elements
+};
+
+// A packed matrix: Header, starts of the blocks along k (blocks + 1, then the panel's bytes), Starts
+// (blocks * groups + 1), columns, values.
+struct Packed {
+  const Header* header;
+  const int64_t* inner_starts;
+  const Start* starts;
+  const uint16_t* columns;
+  const float* values;
+
+  explicit Packed(const void* memory);
+  int64_t blocks() const { return header->blocks; }
+  int64_t groups() const { return header->groups; }
+  int64_t first_row(int64_t group) const { return group * header->group_rows; }
+  int64_t group_rows(int64_t group) const {
+    const int64_t left = header->rows - first_row(group);
+    return left < header->group_rows ? left : header->group_rows;
+  }
+};
+
+struct Convolution {
+  int64_t batch, channels, height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w,
+      dilation_h, dilation_w, out_h, out_w;
+};
+
+// Where the pixels of 4 neighbouring outputs lie in a strip of one kernel row: outputs of one kernel
+// column are neighbours there, whatever the stride.
+struct Strip {
+  int64_t slots = 0;
+  int64_t slot_of[64];    // by kernel column
+  int64_t pixel_of[256];  // by slot: relative to the first output's first pixel
+  bool lay_out(const Convolution& shape);  // false where the kernel is too wide
+};
+
+struct Job {
+  const Packed* packed;
+  const Packed* then;     // a second Linear layer; may be null
+  const float* then_bias;
+  const float* input;
+  const float* bias;      // may be null
+  const float* residual;  // laid out as the output; may be null
+  float* output;
+  int activation;          // of the first layer
+  int64_t tokens, splits;  // splits: parts of the rows that run apart
+  const Convolution* shape;
+  const Strip* strip;
+  // For 8 bits: features of a token, what each row starts from, and its scale.
+  int64_t inner = 0;
+  const int32_t* start = nullptr;
+  const float* scales = nullptr;
+};
+
+typedef void (*Task)(const void* job, int64_t task);
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  Task linear, pixels, images, linear_int8;  // the last may be null
+};
+
+extern const Kernels kAvx512, kAvx2, kPortable;
+
+// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included.
+void parallel(Task task, const void* job, int64_t count, int threads);
+
+// Memory of this thread, at least `floats` long, aligned, contents undefined.
+float* scratch(int slot, size_t floats);
+
+}  // namespace torchcram

@@ -1,0 +1,60 @@
+"""Sparse Linear layers in 8 bits: weights when they are packed, activations as they come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchcram.runtime import ops
+from torchcram.runtime.modules import PackedLayer
+from torchcram.runtime.packing import pack_int8
+
+
+class SparseLinearInt8(PackedLayer):
+    """y = activation(x W^T + b) + residual; W in 8 bits per output, x in 8 bits per token.
+
+    Sums are exact; what is lost is the rounding of W (none where it has 8 bits already) and of x.
+
+    Args:
+        weight: (outputs, inputs), with zeros.
+        bias: of the outputs, if any.
+        activation: what follows: none, relu, gelu, gelu_tanh or silu.
+
+    Raises:
+        ValueError: if the activation is another one.
+    """
+
+    start: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> None:
+        if activation not in ops.ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {ops.ACTIVATIONS}")
+        weight = weight.detach().float()
+        scales = weight.abs().amax(1) / 127
+        whole = torch.round(weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
+        whole = whole.to(torch.int8)
+        super().__init__(pack_int8(whole), bias)
+        # Activations are stored plus 128, which adds 128 times the sum of a row.
+        self.register_buffer("start", -128 * whole.sum(1, dtype=torch.int32))
+        self.register_buffer("scales", scales)
+        self.out_features, self.in_features = weight.shape
+        self.activation = activation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps (..., inputs) to (..., outputs)."""
+        y: Tensor = torch.ops.torchcram.sparse_linear_int8(
+            x,
+            self.packed,
+            self.start,
+            self.scales,
+            self.bias,
+            residual,
+            self.out_features,
+            self.activation,
+        )
+        return y
+
+    def extra_repr(self) -> str:
+        """Returns what distinguishes it from other layers."""
+        return f"{self.in_features}, {self.out_features}, activation={self.activation!r}"

@@ -1,0 +1,110 @@
+"""The compiled kernels: where they are, and how they are called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+
+from torchcram.runtime.compiling import LIBRARY
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_FUNCTIONS = {
+    "level": (ctypes.c_char_p, []),
+    "use_level": (_INT, [_INT]),
+    "use_openmp": (None, [_POINTER]),
+    "check": (_INT, [_POINTER, _LONG]),
+    "pack_linear": (_LONG, [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG]),
+    "pack_images": (_LONG, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG]),
+    "linear": (
+        _INT,
+        [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT],
+    ),
+    "has_int8": (_INT, []),
+    "linear_int8": (
+        _INT,
+        [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 5, _INT, _POINTER, _INT],
+    ),
+    "feed_forward": (
+        _INT,
+        [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2, _INT, *[_POINTER] * 4, _INT],
+    ),
+    "convolution": (
+        _INT,
+        [_POINTER, _POINTER, _LONG, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT],
+    ),
+}
+LEVELS = ("portable", "avx2", "avx512")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Returns the kernels, or None, with one warning, where they have not been built."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        warnings.warn(
+            "torchcram.runtime runs dense: its kernels have not been built for this machine. "
+            "With a C++ compiler, `python -m torchcram.runtime.build` builds them.",
+            stacklevel=2,
+        )
+        return None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(found, f"torchcram_{name}")
+        function.restype, function.argtypes = result, arguments
+    found.torchcram_use_openmp(_openmp_of_torch())
+    return found
+
+
+def kernels() -> ctypes.CDLL:
+    """Returns the kernels.
+
+    Raises:
+        RuntimeError: if they have not been built.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError(
+            "the kernels of torchcram.runtime have not been built for this machine: "
+            "run `python -m torchcram.runtime.build`"
+        )
+    return found
+
+
+def available() -> bool:
+    """Returns whether the kernels can be used on this machine."""
+    return library() is not None
+
+
+def has_int8() -> bool:
+    """Returns whether there are kernels for 8 bits on this machine, which take AVX-512 VNNI."""
+    found = library()
+    return found is not None and bool(found.torchcram_has_int8())
+
+
+def level() -> str:
+    """Returns the instruction set in use: avx512, avx2 or portable."""
+    name: bytes = kernels().torchcram_level()
+    return name.decode()
+
+
+def use_level(name: str) -> None:
+    """Uses the kernels of another instruction set than the best one of this machine.
+
+    Raises:
+        ValueError: if the machine does not have it.
+    """
+    if name not in LEVELS or not kernels().torchcram_use_level(LEVELS.index(name)):
+        raise ValueError(f"level {name!r} is not one of {LEVELS} that this machine has")
+
+
+def _openmp_of_torch() -> int | None:
+    """Returns GOMP_parallel of the OpenMP runtime that torch has loaded, if it has one."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, _POINTER).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,113 @@
+"""Changes to an exported graph: integers for weights, and nothing in it that is not needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import onnx_ir as ir
+
+    from torchcram.runtime.onnx_integers import Integers
+
+
+class Stored(NamedTuple):
+    """A weight that is to be stored as integers.
+
+    Attributes:
+        names: all that the weight has in the model.
+        integers: what it is made of.
+        bits: to store an integer in, 4 or 8.
+    """
+
+    names: frozenset[str]
+    integers: Integers
+    bits: int
+
+
+def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
+    """Replaces weights by integers with a DequantizeLinear behind them.
+
+    What a Linear layer multiplies by is stored as it is needed there, transposed, with a first
+    dimension of 1. ONNX Runtime would otherwise make one MatMulNBits of DequantizeLinear and
+    MatMul, which rounds the inputs of the layer to 8 bits, too.
+
+    Args:
+        model: as exported; changed in place. A weight that it does not use is passed over.
+        weights: what to replace.
+    """
+    graph = model.graph
+    for weight in weights:
+        for name in sorted(weight.names & set(graph.initializers)):
+            value = graph.initializers[name]
+            products = list(_products(value))
+            if products:
+                turned = weight.integers.transposed().in_a_batch()
+                factor = _dequantize(graph, f"{name}.transposed", turned, weight.bits)
+                for product in products:
+                    product.replace_input_with(1, factor)
+            _remove_unused(graph, value)
+            if value.uses():
+                value.replace_all_uses_with(_dequantize(graph, name, weight.integers, weight.bits))
+            del graph.initializers[name]
+
+
+def strip(model: ir.Model) -> None:
+    """Drops notes of the exporter, stack traces with paths of this machine among them."""
+    graph = model.graph
+    model.metadata_props.clear()
+    graph.metadata_props.clear()
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*graph.inputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _products(weight: ir.Value) -> Iterator[ir.Node]:
+    """The products by the transposed weight of inputs with more than two dimensions."""
+    for transpose in weight.consumers():
+        if not _transposes(transpose):
+            continue
+        for node, place in transpose.outputs[0].uses():
+            left = node.inputs[0]
+            if node.op_type != "MatMul" or place != 1 or left is None or left.shape is None:
+                continue
+            if len(left.shape) > 2:
+                yield node
+
+
+def _transposes(node: ir.Node) -> bool:
+    perm = node.attributes.get("perm")
+    return node.op_type == "Transpose" and perm is not None and list(perm.as_ints()) == [1, 0]
+
+
+def _remove_unused(graph: ir.Graph, value: ir.Value) -> None:
+    for node in list(value.consumers()):
+        if _transposes(node) and not node.outputs[0].uses():
+            graph.remove(node, safe=True)
+
+
+def _dequantize(graph: ir.Graph, name: str, found: Integers, bits: int) -> ir.Value:
+    import ml_dtypes
+    import onnx_ir as ir
+
+    integers = found.values.detach().cpu().contiguous().numpy()
+    if bits == 4:
+        integers = integers.astype(ml_dtypes.int4)
+    scale = found.scale.detach().cpu().contiguous().numpy()
+    inputs = []
+    for key, array in ((f"{name}.integers", integers), (f"{name}.scale", scale)):
+        tensor = ir.tensor(array, name=key)
+        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
+        graph.initializers[key] = ir.Value(name=key, type=kind, shape=shape, const_value=tensor)
+        inputs.append(graph.initializers[key])
+    settings = {"axis": found.axis} | ({"block_size": found.block} if found.block else {})
+    node = ir.node("DequantizeLinear", inputs, settings, name=f"{name}.dequantize")
+    (value,) = node.outputs
+    value.name, value.dtype = f"{name}.value", ir.DataType.FLOAT
+    value.shape = ir.Shape(integers.shape)
+    graph.insert_before(graph[0], node)
+    return value

@@ -1,0 +1,97 @@
+"""The integers and scales behind weights that were quantized."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from torchcram.layers import count_inputs, reduction_last
+from torchcram.operators import Chain, Quantize
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchcram.operators import Operator
+    from torchcram.weights import LayerWeights
+
+
+class Integers(NamedTuple):
+    """w = q s in float32, bit for bit (but for the sign of zero).
+
+    Attributes:
+        values: q in int8, of the shape of w.
+        scale: s. One value per index of `axis`; or, where there is a `block`, of the shape of w
+            with the `axis` shorter by that factor.
+        axis: of w, the one along which s changes.
+        block: how many neighbours along `axis` share a scale; 0 where `scale` has one dimension.
+    """
+
+    values: Tensor
+    scale: Tensor
+    axis: int
+    block: int
+
+    def transposed(self) -> Integers:
+        """Returns the integers of a matrix for its transpose."""
+        scale = self.scale.t() if self.block else self.scale
+        return Integers(self.values.t(), scale, 1 - self.axis, self.block)
+
+    def in_a_batch(self) -> Integers:
+        """Returns them with a first dimension of 1 before the others."""
+        scale = self.scale.unsqueeze(0) if self.block else self.scale
+        return Integers(self.values.unsqueeze(0), scale, 1 + self.axis, self.block)
+
+
+def quantizer_of(operator: Operator | None) -> Quantize | None:
+    """Returns the quantizer that an operator ends with or contains; the last one counts."""
+    if isinstance(operator, Chain):
+        return quantizer_of(operator.then) or quantizer_of(operator.first)
+    return operator if isinstance(operator, Quantize) else None
+
+
+@torch.no_grad()
+def find_integers(weights: LayerWeights, name: str, quantize: Quantize) -> Integers:
+    """Finds q and s of a weight that `quantize` made.
+
+    The largest magnitude of a row was m; s = m / L made it L s; and L s / L is again s, with all
+    roundings: for every m in float32 and every number of bits, as trying all of them shows.
+
+    Args:
+        weights: all weights.
+        name: of the one to look at; float32.
+        quantize: the operator.
+
+    Raises:
+        ValueError: naming the weight, if no scales give back exactly its values.
+    """
+    weight = weights[name]
+    if weight.dtype != torch.float32:
+        raise ValueError(f"{name!r} is {weight.dtype}: integers are found for torch.float32")
+    view = reduction_last(weights, name)  # (groups, outputs, *kernel, inputs)
+    inputs = count_inputs(weights, name)
+    size = quantize.group_size
+    if size is not None and inputs % size:  # as the operator does
+        size = None
+    rows = view.flatten(2) if size is None else view.unflatten(-1, (-1, size))
+    scale = rows.abs().amax(-1, keepdim=True) / quantize.levels
+    scale = torch.where(scale == 0, 1, scale)
+    whole = (rows / scale).round_()
+    found = (whole * scale == rows).all(-1)
+    if not bool(found.all()):
+        raise ValueError(
+            f"{name!r} is not what {quantize} makes of a float32 weight: "
+            f"{int((~found).sum())} of its {found.numel()} scales do not give back its values"
+        )
+    values = torch.empty_like(weight, dtype=torch.int8)
+    reduction_last(weights, name, values).copy_(whole.reshape(view.shape))
+    axis = int(name not in weights.transposed)  # of the inputs
+    if size is not None:
+        # (groups, outputs, *kernel, blocks) to the order of the weight, blocks for inputs
+        blocks = scale.squeeze(-1).movedim(-1, 1 + axis)
+        return Integers(values, blocks.flatten(0, 1), axis, size)
+    if view.shape[0] == 1:
+        return Integers(values, scale.flatten(), 1 - axis, 0)
+    kernel = weight.shape[2:]
+    each = scale.view(*scale.shape[:2], *[1] * len(kernel)).expand(*scale.shape[:2], *kernel)
+    return Integers(values, each, axis, inputs)

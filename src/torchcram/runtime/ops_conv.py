@@ -1,0 +1,120 @@
+"""Sparse convolutions as an operator of torch, `torch.ops.torchcram.sparse_conv2d`.
+
+`by_images` puts images innermost: in memory, inputs and outputs are [row][column][channel][image],
+which elementwise operators leave as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchcram.runtime.library import kernels
+from torchcram.runtime.ops import operators, pointer, require_floats
+from torchcram.runtime.packing import Geometry, described
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_INNERMOST = (2, 3, 1, 0)  # [row][column][channel][image] of (image, channel, row, column)
+_BACK = (3, 2, 0, 1)
+
+operators.define(
+    "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
+    "int[] geometry, bool by_images, bool relu) -> Tensor"
+)
+
+
+def _sparse_conv2d(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    features: int,
+    geometry: Sequence[int],
+    by_images: bool,
+    relu: bool,
+) -> Tensor:
+    require_floats(x)
+    shape = _geometry(geometry)
+    batch, channels, height, width = x.shape
+    y = _empty_output(x, shape, features, by_images)
+    residual = _laid_out(residual, by_images)
+    padded = height, width
+    if by_images:
+        x = x.permute(_INNERMOST).contiguous()
+    else:
+        x, padded = _padded(x, shape)
+    good = y.numel() == 0 or kernels().torchcram_convolution(
+        x.data_ptr(),
+        described(shape, batch, channels, (height, width), padded),
+        features,
+        packed.data_ptr(),
+        by_images,
+        pointer(bias),
+        pointer(residual),
+        int(relu),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if not good:
+        raise ValueError(f"the packed matrix is no {shape} from {channels} channels to {features}")
+    return y
+
+
+def _sparse_conv2d_shape(
+    x: Tensor,
+    _packed: Tensor,
+    _bias: Tensor | None,
+    _residual: Tensor | None,
+    features: int,
+    geometry: Sequence[int],
+    by_images: bool,
+    _relu: bool,
+) -> Tensor:
+    return _empty_output(x, _geometry(geometry), features, by_images)
+
+
+def _geometry(numbers: Sequence[int]) -> Geometry:
+    return _geometry_of(tuple(numbers))
+
+
+@functools.lru_cache(maxsize=1024)
+def _geometry_of(numbers: tuple[int, ...]) -> Geometry:
+    pairs = [(numbers[i], numbers[i + 1]) for i in range(0, 8, 2)]
+    return Geometry(*pairs)
+
+
+def _empty_output(x: Tensor, shape: Geometry, features: int, by_images: bool) -> Tensor:
+    rows, columns = shape.output(x.shape[2], x.shape[3])
+    size = (x.shape[0], features, rows, columns)
+    if not by_images:
+        return x.new_empty(size)
+    return x.new_empty([size[i] for i in _INNERMOST]).permute(_BACK)
+
+
+def _laid_out(residual: Tensor | None, by_images: bool) -> Tensor | None:
+    if residual is None:
+        return None
+    return residual.permute(_INNERMOST).contiguous() if by_images else residual.contiguous()
+
+
+def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
+    """Returns [image][channel][remainder of the column][row][column], and its rows and columns."""
+    (top, left), stride = shape.padding, shape.stride[1]
+    width = x.shape[3] + 2 * left
+    more = -width % stride
+    if top or left or more:
+        x = pad(x, (left, left + more, top, top))
+    size = x.shape[2], x.shape[3] // stride
+    if stride > 1:
+        x = x.unflatten(3, (size[1], stride)).permute(0, 1, 4, 2, 3)
+    return x.contiguous(), size
+
+
+operators.impl("sparse_conv2d", _sparse_conv2d, "CPU")
+torch.library.register_fake("torchcram::sparse_conv2d", _sparse_conv2d_shape, lib=operators)

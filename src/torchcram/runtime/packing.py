@@ -1,0 +1,121 @@
+"""Sparse matrices packed for the kernels, as tensors of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchcram.runtime.library import kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAIRS, PATTERNS = 2, 4
+_PAIRS_FROM = 0.62  # sparsity: below it, rows share so many columns that patterns pay
+_BLOCK = 160  # columns whose panel of 64 tokens stays in L1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A two-dimensional convolution: (rows, columns) of each.
+
+    Attributes:
+        kernel: its size.
+        stride: as in `torch.nn.Conv2d`, like the others.
+        padding: zeros on both sides.
+        dilation: the distance of kernel elements.
+    """
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    def output(self, height: int, width: int) -> tuple[int, int]:
+        """Returns the height and width of the output for those of an input."""
+        sides = []
+        for side, size in enumerate((height, width)):
+            reach = self.dilation[side] * (self.kernel[side] - 1) + 1
+            sides.append((size + 2 * self.padding[side] - reach) // self.stride[side] + 1)
+        return sides[0], sides[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def described(
+    geometry: Geometry, batch: int, channels: int, size: tuple[int, int], padded: tuple[int, int]
+) -> ctypes.Array[ctypes.c_int64]:
+    """Returns what the kernels want to know about a convolution.
+
+    Args:
+        geometry: its stride and the like.
+        batch: how many images.
+        channels: of each.
+        size: their rows and columns.
+        padded: the rows and columns that the kernels see.
+    """
+    pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
+    numbers = [batch, channels, *padded, *(number for pair in pairs for number in pair)]
+    numbers += geometry.output(*size)
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
+    """Packs a matrix (outputs, inputs) for Linear layers and convolutions by pixels."""
+    weight = _matrix(weight)
+    form = form or _form_for(weight)
+    call = kernels().torchcram_pack_linear
+    rows, inner = weight.shape
+    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK, out, room))
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """Packs a matrix of int8: four neighbours of a row at a time."""
+    outputs, inputs = weight.shape
+    whole = torch.zeros(outputs, (inputs + 3) // 4 * 4, dtype=torch.int8)
+    whole[:, :inputs] = weight
+    words = whole.view(torch.int32).view(torch.float32)  # bits; they are only moved
+    return pack_linear(words, form=PAIRS)
+
+
+def pack_images(weight: Tensor, geometry: Geometry, *, form: int | None = None) -> Tensor:
+    """Packs the weight of a convolution for panels of images."""
+    shape = described(geometry, 1, weight.shape[1], geometry.kernel, geometry.kernel)
+    weight = _matrix(weight)
+    form = form or _form_for(weight)
+    call = kernels().torchcram_pack_images
+    rows = weight.shape[0]
+    return _packed(lambda out, room: call(weight.data_ptr(), rows, form, shape, out, room))
+
+
+def check_packed(packed: Tensor) -> None:
+    """Makes sure that the kernels can trust a tensor.
+
+    Raises:
+        ValueError: if it is no packed matrix.
+    """
+    good = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
+    if not good or not kernels().torchcram_check(packed.data_ptr(), packed.numel()):
+        raise ValueError(f"{packed.numel()} values of {packed.dtype} are no packed sparse matrix")
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.detach().to("cpu", torch.float32).flatten(1).contiguous()
+
+
+def _form_for(weight: Tensor) -> int:
+    kept = int(torch.count_nonzero(weight))
+    return PAIRS if kept <= (1 - _PAIRS_FROM) * weight.numel() else PATTERNS
+
+
+def _packed(call: Callable[[int | None, int], int]) -> Tensor:
+    size = call(None, 0)
+    if size < 0:
+        raise ValueError("the kernel of this convolution is too large for the sparse kernels")
+    packed = torch.empty(size, dtype=torch.uint8)
+    call(packed.data_ptr(), size)
+    return packed

@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import fail, succeed
+from nets import same
+from safetensors.torch import load_file
+
+from torchcram import artifact, compressible_weights, sparsity
+from torchcram.experiments.results import read_result
+from torchcram.experiments.train import load_trained
+
+CPU = torch.device("cpu")
+
+
+def test_compact_files_are_small_exact_and_say_what_was_measured(run):
+    targets = ("--to", "global:0.9", "--to", "global:0.8+int4", "--to", "nm:2:4")
+    done = succeed("export", run, *targets, "--out", "files", "--json", "found.json")
+    succeed("compress", run, *targets, "--save", "plain", "--json", "plain.json")
+    (seed,) = read_result("found.json").seeds
+    assert (seed,) == read_result("plain.json").seeds
+    dense = (run / "model.safetensors").stat().st_size
+    for target, name in zip(seed.targets, ("global-0.9", "global-0.8-int4", "nm-2-4"), strict=True):
+        path = Path("files") / f"{name}.torchcram.safetensors"
+        plain = load_file(Path("plain") / f"{target.operator.replace(':', '-')}.safetensors")
+        found = artifact.load(path)
+        assert same({name: found[name] for name in plain}, plain)
+        manifest = artifact.read_manifest(path)
+        metrics = manifest.metadata["metrics"]
+        assert manifest.operator == target.operator
+        assert metrics["metric"] == "accuracy"
+        assert (metrics["dense"], metrics["before"]) == (seed.dense, target.before)
+        assert metrics["after"] == target.after
+        assert manifest.metadata["data"] == {"name": "digits", "test_images": 360}
+        assert manifest.metadata["recipe"]["model"]["name"] == "convnet-digits"
+        assert f"{path.stat().st_size:,}" in done.stdout
+        assert f"{dense / path.stat().st_size:.1f}x" in done.stdout
+        assert path.stat().st_size < dense
+    assert f"{100 * seed.dense:.2f}" in done.stdout
+    small = artifact.load("files/global-0.9.torchcram.safetensors", load_trained(run, CPU).model)
+    assert sparsity(compressible_weights(small)) == pytest.approx(0.9, abs=1e-3)
+
+
+def test_without_options_the_targets_of_the_recipe_go_into_the_run_folder(run):
+    succeed("export", run)
+    names = ["global-0.5.torchcram.safetensors", "global-0.9.torchcram.safetensors"]
+    assert sorted(path.name for path in (run / "export").iterdir()) == names
+
+
+def test_rounded_values_are_tested_as_they_come_out_of_the_file(run, monkeypatch):
+    tested = []
+    score = "torchcram.experiments.export.score_on_test"
+    from torchcram.experiments.evaluate import score_on_test
+
+    def watched(model, *rest, **options):
+        tested.append({name: value.clone() for name, value in model.state_dict().items()})
+        return score_on_test(model, *rest, **options)
+
+    monkeypatch.setattr(score, watched)
+    succeed("export", run, "--to", "global:0.9", "--values", "fp16", "--out", "files")
+    path = Path("files/global-0.9.torchcram.safetensors")
+    found = artifact.load(path)
+    assert same({name: found[name] for name in tested[0]}, tested[0])
+    encodings = {str(one.encoding) for one in artifact.read_manifest(path).tensors.values()}
+    assert "mask+float16" in encodings
+
+
+def test_plain_files(run):
+    succeed("export", run, "--to", "global:0.9", "--format", "safetensors", "--out", "files")
+    succeed("compress", run, "--to", "global:0.9", "--save", "plain")
+    assert same(
+        load_file("files/global-0.9.safetensors"), load_file("plain/global-0.9.safetensors")
+    )
+
+
+def test_onnx_files(run):
+    pytest.importorskip("onnxruntime")
+    done = succeed("export", run, "--to", "int8", "--format", "onnx", "--out", "files")
+    assert Path("files/int8.onnx").is_file()
+    assert "int8.onnx" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--format", "pickle"], "--format pickle: allowed are torchcram, safetensors, transf"),
+        (["--values", "int8"], "--values int8: allowed are fp32, fp16, bf16"),
+        (["--values", "fp16", "--format", "onnx"], "only --format torchcram has values of anoth"),
+        (["--format", "transformers"], "convnet-digits is no model of Transformers"),
+        (["--to", "top:0.5"], "cannot read 'top:0.5'"),
+        (["--to", "int4", "--to", "int4"], "every operator once"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_work(run, arguments, said):
+    assert said in fail("export", run, *arguments, "--out", "files")
+    assert not Path("files").exists()
+
+
+def test_a_manifest_is_json_that_others_can_read(run):
+    succeed("export", run, "--to", "int4", "--out", "files")
+    content = Path("files/int4.torchcram.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    manifest = json.loads(header["__metadata__"]["torchcram"])
+    assert manifest["operator"] == "int4"
+    assert {one["encoding"] for one in manifest["tensors"].values()} >= {"dense", "dense+int4"}

@@ -1,0 +1,41 @@
+"""Runs on texts, written as files to deploy."""
+
+import pytest
+import torch
+from commands import succeed
+
+from torchcram import artifact, compressible_weights
+from torchcram.experiments.train import load_trained
+
+pytestmark = pytest.mark.usefixtures("_here")
+SETS = ["text.length=48", "text.stride=16", "train.batch_size=8", "compress.to=[uniform:0.5]"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny, questions, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "seed0"
+    words = ["train", "squad/minilm-l6/cram-plus-multi", "--data", questions, "--epochs", 1]
+    for one in (f"model.name={tiny}", *SETS):
+        words += ["--set", one]
+    succeed(*words, "--out", folder)
+    return folder
+
+
+def test_a_folder_of_transformers_has_the_compressed_weights_and_the_tokenizer(run, questions):
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+    target = ("--to", "uniform:0.5+int8", "--data", questions, "--out", "files")
+    succeed("export", run, *target)
+    succeed("export", run, *target, "--format", "transformers")
+    trained = load_trained(run, torch.device("cpu"))
+    small = artifact.load("files/uniform-0.5-int8.torchcram.safetensors", trained.model)
+    found = AutoModelForQuestionAnswering.from_pretrained("files/uniform-0.5-int8")
+    state = found.state_dict()
+    for name, value in small.model.state_dict().items():
+        assert torch.equal(state[name], value), name
+    weights = compressible_weights(small, only="encoder")
+    assert all(0.45 < float((value == 0).float().mean()) < 0.65 for value in weights.values())
+    assert AutoTokenizer.from_pretrained("files/uniform-0.5-int8")("the river").input_ids
+    metrics = artifact.read_manifest("files/uniform-0.5-int8.torchcram.safetensors").metadata
+    assert metrics["metrics"]["metric"] == "F1"
+    assert set(metrics["metrics"]["others"]) == {"exact match"}

@@ -1,0 +1,27 @@
+"""The kernels, built anew where their sources have changed."""
+
+import pytest
+
+from torchcram.runtime.compiling import LIBRARY, SOURCES, build, compiler
+from torchcram.runtime.library import LEVELS, level, use_level
+
+
+def _stale():
+    newest = max(file.stat().st_mtime for file in SOURCES.iterdir())
+    return not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest
+
+
+if compiler() and _stale():
+    build()
+
+
+@pytest.fixture(params=LEVELS)
+def each_level(request):
+    """Runs a test with the kernels of each instruction set of this machine."""
+    best = level()
+    try:
+        use_level(request.param)
+    except ValueError:
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    use_level(best)

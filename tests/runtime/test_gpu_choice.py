@@ -1,0 +1,124 @@
+import pytest
+import torch
+from nets import ConvNet, mlp
+from torch import nn
+
+from torchcram import NM, Quantize, compress, compressible_weights
+from torchcram.runtime import gpu_choice
+from torchcram.runtime.gpu import count_rows, layers_of, prepare_gpu, why_left
+from torchcram.runtime.gpu_choice import Chooser, agree
+from torchcram.runtime.gpu_timing import count_copies
+from torchcram.runtime.onnx_integers import find_integers
+
+
+def layer_and_integers(*, bits=8):
+    weights = compressible_weights(nn.Sequential(nn.Linear(64, 32)))
+    NM(2, 4).compress_(weights)
+    Quantize(bits).compress_(weights)
+    layer = nn.Linear(64, 32)
+    layer.weight = nn.Parameter(weights["0.weight"].detach().bfloat16())
+    return layer, find_integers(weights, "0.weight", Quantize(bits))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Times by kernel, in place of a GPU; and which were asked for."""
+    times, asked = {"Linear": 1.0}, []
+
+    def milliseconds(make, layer, rows):
+        del layer, rows
+        kind = getattr(make.func, "__name__", "")
+        asked.append(kind)
+        return times.get("Linear" if kind == "deepcopy" else kind)
+
+    monkeypatch.setattr(gpu_choice, "_milliseconds", milliseconds)
+    monkeypatch.setattr(gpu_choice, "sparse_linear", lambda *_: nn.Identity())
+    gpu_choice.sparse_linear.__name__ = "sparse_linear"
+    return times, asked
+
+
+def test_the_fastest_kernel_is_taken(measured):
+    times, asked = measured
+    times.update(sparse_linear=0.8, Int8Linear=0.5)
+    chooser = Chooser()
+    layer, integers = layer_and_integers()
+    choice, faster = chooser.choose("fc", layer, 384, integers=integers)
+    assert (choice.name, choice.kernel, choice.speedup) == ("fc", "int8", 2.0)
+    assert choice.reason == "2:4 1.25 x dense, int8 2.00 x dense, at 384 rows"
+    assert isinstance(faster, gpu_choice.Int8Linear)
+    chooser.choose("fc2", layer, 384, integers=integers)
+    assert asked == ["deepcopy", "sparse_linear", "Int8Linear"]  # the same shape: measured once
+    chooser.choose("fc2", layer, 16, integers=integers)
+    assert len(asked) == 6
+
+
+def test_what_is_not_faster_stays_dense_and_says_so(measured):
+    times, _ = measured
+    times.update(sparse_linear=0.99, Int8Linear=4.0)
+    layer, integers = layer_and_integers()
+    choice, faster = Chooser().choose("fc", layer, 16, integers=integers)
+    assert faster is None
+    assert choice.kernel == "dense"
+    assert choice.reason == "2:4 1.01 x dense, int8 0.25 x dense, at 16 rows"
+
+
+def test_what_cannot_be_run_stays_dense(measured):
+    layer, integers = layer_and_integers()
+    choice, faster = Chooser().choose("fc", layer, 16, integers=integers)
+    assert faster is None
+    assert choice.speedup is None
+    assert choice.reason == "2:4, int8: cannot be run here, or gives something else"
+    assert measured
+
+
+def test_what_does_not_fit_is_never_measured(measured):
+    _, asked = measured
+    layer = nn.Linear(64, 32).bfloat16()
+    choice, faster = Chooser().choose("fc", layer, 16, integers=None)
+    assert faster is None
+    assert choice.reason == "not 2:4; not quantized"
+    assert asked == []
+
+
+def test_all_uses_of_a_weight_are_found():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 8, 1))
+    model[1].weight = model[0].weight
+    found = layers_of(model, compressible_weights(model))
+    assert found == {"0": "0.weight", "1": "0.weight", "2": "2.weight"}
+
+
+def test_layers_that_are_not_looked_at_are_told_why():
+    model = ConvNet().eval()
+    counts = count_rows(model, (torch.randn(3, 4, 6, 6),))
+    assert counts == {"fc": 3}
+    assert why_left("fc", model.fc, counts) is None
+    assert "Conv2d" in why_left("conv1", model.conv1, counts)
+    assert why_left("unused", model.unused, counts) == "never called on the example"
+    own = nn.modules.linear.NonDynamicallyQuantizableLinear(4, 4)
+    assert why_left("own", own, {"own": 1}) is None
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_rows_are_counted_over_all_dimensions():
+    assert count_rows(mlp(), (torch.randn(2, 5, 8),)) == {"0": 10, "2": 10}
+
+
+def test_results_in_16_bits_agree_but_for_rounding():
+    x = torch.tensor([100.0, 1.0])
+    assert agree(x + 1, x)
+    assert not agree(x + 3, x)
+    assert not agree(x * torch.nan, x)
+
+
+def test_copies_fill_the_cache():
+    assert count_copies(2**20) == 64
+    assert count_copies(32 * 2**20) == 4
+    assert count_copies(2**30) == 1
+
+
+def test_bad_arguments_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"dtype torch\.float32: allowed are torch\.bfloat16"):
+        prepare_gpu(mlp(), (torch.randn(2, 8),), dtype=torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        prepare_gpu(compress(mlp(), "nm:2:4"), (torch.randn(2, 8),))

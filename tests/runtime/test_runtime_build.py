@@ -1,0 +1,68 @@
+"""Building the kernels: with a compiler, without one, and as part of a wheel."""
+
+import ctypes
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sparse_cases import needs_kernels
+
+from torchcram.runtime import compiling
+
+ROOT = Path(__file__).parents[2]
+
+
+@needs_kernels
+def test_the_library_goes_where_it_is_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_COMMON", [*compiling._COMMON, "-O0"])  # quick
+    target = compiling.build(tmp_path / "kernels.so")
+    assert ctypes.CDLL(str(target)).torchcram_use_level(0) == 1
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiling.compiler() is None
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        compiling.build(tmp_path / "kernels.so")
+
+
+@needs_kernels
+def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_COMMON", ["-no-such-option"])
+    with pytest.raises(RuntimeError, match="no-such-option"):
+        compiling.build(tmp_path / "kernels.so")
+
+
+@pytest.fixture
+def hook():
+    pytest.importorskip("hatchling")
+    made = runpy.run_path(str(ROOT / "hatch_build.py"))["KernelsBuildHook"]
+    warnings = []
+    app = SimpleNamespace(display_warning=warnings.append)
+    one = made(str(ROOT), {}, None, None, "", "wheel", app)
+    one.warnings = warnings
+    return one
+
+
+@needs_kernels
+def test_a_wheel_with_kernels_is_for_one_platform(hook, monkeypatch):
+    library = compiling.LIBRARY
+    monkeypatch.setattr(runpy, "run_path", lambda _: {"build": lambda: library})
+    data = {"artifacts": []}
+    hook.initialize("standard", data)
+    assert data["artifacts"] == ["/src/torchcram/runtime/libtorchcram_runtime.so"]
+    assert data["tag"].startswith("py3-none-")
+    assert data["pure_python"] is False
+
+
+def test_without_a_compiler_the_wheel_is_for_every_machine(hook, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    data = {"artifacts": []}
+    hook.initialize("standard", data)
+    assert data == {"artifacts": []}
+    assert "no kernels" in hook.warnings[0]
+    monkeypatch.setenv("TORCHCRAM_KERNELS", "require")
+    with pytest.raises(RuntimeError, match="no C"):
+        hook.initialize("standard", data)

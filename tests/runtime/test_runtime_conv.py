@@ -1,0 +1,92 @@
+"""Sparse convolutions against float64: every geometry, remainder and instruction set."""
+
+import pytest
+import torch
+from sparse_cases import needs_kernels, relative_error, sparse_weight
+from torch.nn import functional
+
+from torchcram.runtime.modules import SparseConv2d
+from torchcram.runtime.packing import PAIRS, PATTERNS, Geometry, check_packed, pack_images
+
+pytestmark = needs_kernels
+
+GEOMETRIES = [
+    Geometry((1, 1)),
+    Geometry((3, 3), padding=(1, 1)),
+    Geometry((3, 3), stride=(2, 2), padding=(1, 1)),
+    Geometry((1, 1), stride=(2, 2)),
+    Geometry((7, 7), stride=(2, 2), padding=(3, 3)),
+    Geometry((3, 2), stride=(1, 3), padding=(2, 1), dilation=(2, 1)),
+    Geometry((2, 3), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+]
+
+
+def reference(x, weight, bias, geometry, residual=None, relu=False):
+    y = functional.conv2d(
+        x.double(),
+        weight.double(),
+        None if bias is None else bias.double(),
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+    )
+    y = y if residual is None else y + residual
+    return y.relu() if relu else y
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.kernel}{g.stride}")
+@pytest.mark.parametrize("size", [(5, 4), (4, 7), (9, 18), (11, 11)])
+@pytest.mark.usefixtures("each_level")
+def test_every_geometry(by_images, geometry, size):
+    if min(geometry.output(*size)) < 1:
+        pytest.skip("the kernel does not fit the image")
+    x, weight, bias = (
+        torch.randn(3, 5, *size),
+        sparse_weight(19, 5, *geometry.kernel),
+        torch.randn(19),
+    )
+    layer = SparseConv2d(weight, bias, geometry, by_images=by_images)
+    check_packed(layer.packed)
+    assert relative_error(layer(x), reference(x, weight, bias, geometry)) < 2e-6
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 15, 16, 17, 33])
+@pytest.mark.usefixtures("each_level")
+def test_every_remainder_of_images(by_images, batch):
+    geometry = GEOMETRIES[1]
+    x, weight = torch.randn(batch, 3, 5, 6), sparse_weight(7, 3, 3, 3)
+    residual = torch.randn(batch, 7, 5, 6)
+    layer = SparseConv2d(weight, None, geometry, by_images=by_images, relu=True)
+    expected = reference(x, weight, None, geometry, residual, relu=True)
+    assert relative_error(layer(x, residual), expected) < 2e-6
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("channels", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("form", [PAIRS, PATTERNS])
+def test_every_remainder_of_channels(by_images, channels, form):
+    sparsity = 0.8 if form == PAIRS else 0.3
+    geometry = GEOMETRIES[1]
+    x, weight = torch.randn(2, channels, 4, 4), sparse_weight(9, channels, 3, 3, sparsity=sparsity)
+    layer = SparseConv2d(weight, None, geometry, by_images=by_images)
+    assert relative_error(layer(x), reference(x, weight, None, geometry)) < 2e-6
+
+
+def test_images_stay_innermost_through_elementwise_operators():
+    geometry = GEOMETRIES[1]
+    layer = SparseConv2d(sparse_weight(4, 4, 3, 3), None, geometry, by_images=True)
+    y = layer(torch.randn(6, 4, 5, 5))
+    assert y.permute(2, 3, 1, 0).is_contiguous()
+    assert (torch.relu(y) + y).permute(2, 3, 1, 0).is_contiguous()
+    z = reference(y, layer_weight := sparse_weight(4, 4, 3, 3), None, geometry)
+    assert relative_error(SparseConv2d(layer_weight, None, geometry, by_images=True)(y), z) < 2e-6
+
+
+def test_what_does_not_fit_is_refused():
+    layer = SparseConv2d(sparse_weight(4, 4, 3, 3), None, GEOMETRIES[1])
+    with pytest.raises(ValueError, match="from 5 channels to 4"):
+        layer(torch.randn(1, 5, 6, 6))
+    with pytest.raises(ValueError, match="too large"):
+        pack_images(torch.ones(1, 1, 1, 80), Geometry((1, 80)))

@@ -1,0 +1,89 @@
+"""Sparse Linear layers in 8 bits against exact integers, and in whole models."""
+
+import pytest
+import torch
+from sparse_cases import needs_kernels, relative_error, sparse_weight
+from torch import nn
+from torch.nn import functional
+
+import torchcram
+from torchcram.runtime import layers, library, prepare
+from torchcram.runtime.int8 import SparseLinearInt8
+
+pytestmark = [
+    needs_kernels,
+    pytest.mark.skipif(not library.has_int8(), reason="this machine has no AVX-512 VNNI"),
+]
+
+
+def exact(x, weight, bias):
+    """What the layer computes, in float64: x and W rounded, the rest exact."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    whole = torch.round(weight / scale.clamp(min=1e-30)).double()
+    top = x.abs().amax(1, keepdim=True)
+    rounded = torch.round(x * (127 / top)).nan_to_num().double()
+    return rounded @ whole.t() * (top.double() / 127) * scale.double().t() + bias.double()
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33, 63, 64, 65, 130])
+@pytest.mark.parametrize("inner", [1, 3, 4, 5, 63, 64, 161, 641])
+@pytest.mark.parametrize("rows", [1, 2, 17, 400])
+def test_every_remainder(tokens, inner, rows):
+    x, weight, bias = torch.randn(tokens, inner), sparse_weight(rows, inner), torch.randn(rows)
+    found, expected = SparseLinearInt8(weight, bias)(x), exact(x, weight, bias)
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_tokens_of_zeros_and_large_ones():
+    x = torch.stack([torch.zeros(20), torch.full((20,), 1e30), torch.full((20,), 1e-30)])
+    weight = sparse_weight(6, 20)
+    expected = functional.linear(x.double(), weight.double())
+    found = SparseLinearInt8(weight, None)(x)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 0.02 or not other.any()
+
+
+def test_weights_of_8_bits_are_not_rounded_again():
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    torchcram.compress_(model, "uniform:0.8+int8")
+    layer = SparseLinearInt8(model[0].weight, None)
+    x = torch.randint(-127, 128, (40, 64)).float()
+    x[:, 0] = 127  # whole numbers that 8 bits hold: nothing is lost
+    assert relative_error(layer(x), model(x)) < 1e-6
+
+
+def test_activation_residual_and_state():
+    weight = sparse_weight(12, 20)
+    layer, x, residual = (
+        SparseLinearInt8(weight, None, activation="relu"),
+        torch.randn(5, 20),
+        torch.randn(5, 12),
+    )
+    expected = exact(x, weight, torch.zeros(12)).relu() + residual
+    assert relative_error(layer(x, residual), expected) < 1e-5
+    other = SparseLinearInt8(sparse_weight(12, 20), None, activation="relu")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    arguments = (x, layer.packed, layer.start, layer.scales, None, residual, 12, "relu")
+    checks = ("test_schema", "test_faketensor")
+    operator = torch.ops.torchcram.sparse_linear_int8.default
+    torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+def test_what_does_not_fit_is_refused():
+    layer = SparseLinearInt8(sparse_weight(6, 10), None)
+    with pytest.raises(ValueError, match="does not map 13 features to 6"):
+        layer(torch.randn(3, 13))
+    with pytest.raises(ValueError, match="'tanh' is not one of"):
+        SparseLinearInt8(sparse_weight(6, 10), None, activation="tanh")
+
+
+@pytest.mark.parametrize("example", [None, torch.randn(40, 32)])
+def test_prepare_uses_it_where_it_is_allowed(monkeypatch, example):
+    monkeypatch.setattr(layers, "_race", lambda work: {key: -i for i, key in enumerate(work)})
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    torchcram.compress_(model, "uniform:0.8")
+    fast, x = prepare(model, example, int8=True), torch.randn(50, 32)
+    assert sum(isinstance(m, SparseLinearInt8) for m in fast.modules()) == 2
+    assert 1e-5 < relative_error(fast(x), model(x)) < 0.05
+    assert not any(isinstance(m, SparseLinearInt8) for m in prepare(model, example).modules())

@@ -1,0 +1,128 @@
+"""Sparse Linear layers against float64: every remainder of a tile, every instruction set."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_cases import needs_kernels, relative_error, sparse_weight
+from torch.nn import functional
+
+from torchcram.runtime.modules import SparseFeedForward, SparseLinear
+from torchcram.runtime.packing import PAIRS, PATTERNS, check_packed, pack_linear
+
+pytestmark = needs_kernels
+
+FORMS = [PAIRS, PATTERNS]
+
+
+def sparse_linear(x, weight, bias=None, residual=None, *, form=None, activation="none"):
+    packed = pack_linear(weight, form=form)
+    check_packed(packed)
+    return torch.ops.torchcram.sparse_linear(x, packed, bias, residual, weight.shape[0], activation)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [*range(1, 18), 31, 33, 47, 48, 63, 64, 65, 129])
+@pytest.mark.usefixtures("each_level")
+def test_every_remainder_of_tokens(form, tokens):
+    x, weight, bias = torch.randn(tokens, 37), sparse_weight(21, 37), torch.randn(21)
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    assert relative_error(sparse_linear(x, weight, bias, form=form), expected) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [*range(1, 18), 63, 65, 384, 385, 400, 769])
+@pytest.mark.usefixtures("each_level")
+def test_every_remainder_of_rows(form, rows):
+    x, weight, bias = torch.randn(19, 33), sparse_weight(rows, 33), torch.randn(rows)
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    assert relative_error(sparse_linear(x, weight, bias, form=form), expected) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inner", [1, 2, 15, 16, 17, 159, 160, 161, 175, 320, 333])
+@pytest.mark.usefixtures("each_level")
+def test_every_remainder_of_columns(form, inner):
+    x, weight = torch.randn(20, inner), sparse_weight(18, inner)
+    expected = functional.linear(x.double(), weight.double())
+    assert relative_error(sparse_linear(x, weight, form=form), expected) < 2e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 400), st.floats(0, 1), st.booleans())
+def test_any_shape_and_sparsity(tokens, rows, inner, sparsity, pairs):
+    x, weight = torch.randn(tokens, inner), sparse_weight(rows, inner, sparsity=sparsity)
+    expected = functional.linear(x.double(), weight.double())
+    found = sparse_linear(x, weight, form=PAIRS if pairs else PATTERNS)
+    assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_empty_rows_columns_and_dense_ones(form):
+    weight = torch.randn(40, 50)
+    weight[3], weight[10:20], weight[:, 7] = 0, 0, 0
+    x = torch.randn(70, 50)
+    expected = functional.linear(x.double(), weight.double())
+    assert relative_error(sparse_linear(x, weight, form=form), expected) < 1e-6
+    nothing = sparse_linear(x, torch.zeros(40, 50), torch.ones(40), form=form)
+    assert torch.equal(nothing, torch.ones(70, 40))
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        ("relu", functional.relu),
+        ("gelu", functional.gelu),
+        ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
+        ("silu", functional.silu),
+    ],
+)
+@pytest.mark.usefixtures("each_level")
+def test_activations(activation, function):
+    x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0, 1e-30, 100, -100])])
+    found = sparse_linear(x[:, None], torch.ones(1, 1), activation=activation)
+    expected = function(x.double())[:, None]
+    assert (found - expected).abs().max() < 2e-6 * 20
+
+
+def test_the_residual_is_added_after_the_activation():
+    x, weight = torch.randn(2, 35, 20), sparse_weight(18, 20)
+    residual = torch.randn(2, 35, 18)
+    expected = functional.linear(x.double(), weight.double()).relu() + residual
+    found = sparse_linear(x, weight, None, residual, activation="relu")
+    assert found.shape == (2, 35, 18)
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_inputs_of_any_strides_and_none_at_all():
+    weight = sparse_weight(6, 10)
+    x = torch.randn(10, 40).t()
+    expected = functional.linear(x.double(), weight.double())
+    assert relative_error(sparse_linear(x, weight), expected) < 1e-6
+    assert sparse_linear(torch.randn(0, 10), weight).shape == (0, 6)
+    assert sparse_linear(torch.randn(10), weight).shape == (6,)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 200])
+@pytest.mark.usefixtures("each_level")
+def test_feed_forward_is_both_layers(tokens):
+    one, two = sparse_weight(401, 37), sparse_weight(23, 401)
+    first, second = SparseLinear(one, torch.randn(401)), SparseLinear(two, torch.randn(23))
+    both = SparseFeedForward(first, second, activation="gelu")
+    x, residual = torch.randn(tokens, 37), torch.randn(tokens, 23)
+    middle = functional.gelu(functional.linear(x.double(), one.double(), first.bias.double()))
+    expected = functional.linear(middle, two.double(), second.bias.double()) + residual
+    assert relative_error(both(x, residual), expected) < 2e-6
+
+
+def test_what_does_not_fit_is_refused():
+    weight = sparse_weight(6, 10)
+    with pytest.raises(ValueError, match="does not map 11 features to 6"):
+        sparse_linear(torch.randn(3, 11), weight)
+    with pytest.raises(ValueError, match=r"float32, not torch\.float64"):
+        sparse_linear(torch.randn(3, 10).double(), weight)
+    with pytest.raises(ValueError, match="'tanh' is not one of"):
+        SparseLinear(weight, None, activation="tanh")
+    layer = SparseLinear(weight, None)
+    with pytest.raises(ValueError, match="do not follow one another"):
+        SparseFeedForward(layer, layer, activation="relu")

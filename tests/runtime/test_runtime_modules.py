@@ -1,0 +1,107 @@
+"""Sparse layers as modules: copied, pickled, saved, loaded, compiled, exported."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from sparse_cases import needs_kernels, relative_error, sparse_weight
+from torch import nn
+
+from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.packing import Geometry
+
+pytestmark = needs_kernels
+
+
+def linear():
+    return SparseLinear(sparse_weight(12, 20), torch.randn(12))
+
+
+def net():
+    conv = SparseConv2d(sparse_weight(6, 3, 3, 3), torch.randn(6), Geometry((3, 3)), relu=True)
+    return nn.Sequential(conv, nn.Flatten(), SparseLinear(sparse_weight(4, 96), torch.randn(4)))
+
+
+def test_a_copy_and_a_pickle_compute_the_same():
+    layer, x = linear(), torch.randn(5, 20)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))  # noqa: S301
+
+
+def test_the_state_of_another_mask_is_loaded():
+    one, two, x = (
+        linear(),
+        SparseLinear(sparse_weight(12, 20, sparsity=0.2), None),
+        torch.randn(5, 20),
+    )
+    two.bias = torch.zeros(12)
+    assert one.packed.shape != two.packed.shape
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one(x), two(x))
+
+
+def test_a_bad_state_is_refused():
+    layer = linear()
+    state = layer.state_dict()
+    state["packed"] = state["packed"][:-64]
+    with pytest.raises(ValueError, match="no packed sparse matrix"):
+        layer.load_state_dict(state)
+
+
+def test_the_dense_weight_is_still_there():
+    weight = sparse_weight(12, 20)
+    assert torch.equal(SparseLinear(weight, torch.ones(12)).weight, weight)
+
+
+def test_conversions_leave_it_alone():
+    layer, x = linear(), torch.randn(5, 20)
+    expected = layer(x)
+    assert torch.equal(layer.to(torch.bfloat16)(x), expected)
+    assert torch.equal(layer.half()(x), expected)
+
+
+def test_they_name_themselves():
+    assert repr(linear()) == "SparseLinear(20, 12, activation='none')"
+    assert "by_images=False, relu=True" in repr(net())
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+def test_operators_are_what_torch_expects(by_images):
+    layer, x = linear(), torch.randn(5, 20)
+    arguments = (x, layer.packed, layer.bias, torch.randn(5, 12), 12, "gelu")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.torchcram.sparse_linear.default, arguments, test_utils=checks)
+    conv = SparseConv2d(sparse_weight(6, 3, 3, 3), None, Geometry((3, 3)), by_images=by_images)
+    arguments = (
+        torch.randn(4, 3, 6, 6),
+        conv.packed,
+        None,
+        None,
+        6,
+        conv._numbers,
+        by_images,
+        True,
+    )
+    torch.library.opcheck(torch.ops.torchcram.sparse_conv2d.default, arguments, test_utils=checks)
+    both = SparseFeedForward(layer, SparseLinear(sparse_weight(3, 12), None), activation="relu")
+    arguments = (x, layer.packed, layer.bias, "relu", both.second.packed, None, None, 3)
+    torch.library.opcheck(
+        torch.ops.torchcram.sparse_feed_forward.default, arguments, test_utils=checks
+    )
+
+
+def test_export_keeps_the_operators():
+    model, x = net(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        assert "torchcram.sparse_conv2d" in str(exported.graph)
+        assert torch.equal(exported.module()(x), model(x))
+
+
+def test_compiled_it_computes_the_same():
+    model, x = net(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert relative_error(compiled(x), model(x)) < 1e-6
+        assert relative_error(compiled(x[:1]), model(x[:1])) < 1e-6

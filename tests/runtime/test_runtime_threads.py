@@ -1,0 +1,96 @@
+"""The kernels in threads, in forked processes, with torch's number of threads."""
+
+import multiprocessing
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from sparse_cases import needs_kernels, relative_error, sparse_weight
+from torch.nn import functional
+
+from torchcram.runtime import library
+from torchcram.runtime.modules import SparseLinear
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["of torch", "of our own"])
+def threads_of(request, two_threads):  # noqa: ARG001
+    """Threads of the OpenMP runtime of torch, or those that take its place where there is none."""
+    if request.param == "of our own":
+        library.kernels().torchcram_use_openmp(None)
+    yield
+    library.kernels().torchcram_use_openmp(library._openmp_of_torch())
+
+
+@pytest.mark.usefixtures("threads_of")
+def test_more_threads_change_no_bit():
+    layer, x = SparseLinear(sparse_weight(500, 300), None), torch.randn(500, 300)
+    for tokens in (1, 64, 130, 500):
+        found = layer(x[:tokens])
+        torch.set_num_threads(1)
+        assert torch.equal(layer(x[:tokens]), found)
+        torch.set_num_threads(2)
+
+
+def hammer(seconds, callers):
+    """Calls layers from many threads at once; returns the number of calls."""
+    layers = [SparseLinear(sparse_weight(n, 90), torch.randn(n)) for n in (7, 64, 450)]
+    inputs = [torch.randn(tokens, 90) for tokens in (1, 70, 200)]
+    expected = [[layer(x) for x in inputs] for layer in layers]
+    end, count, lock = time.monotonic() + seconds, 0, threading.Lock()
+
+    def call(number):
+        nonlocal count
+        done = 0
+        while time.monotonic() < end:
+            i, j = (number + done) % 3, done // 3 % 3
+            assert torch.equal(layers[i](inputs[j]), expected[i][j])
+            done += 1
+        with lock:
+            count += done
+
+    with ThreadPoolExecutor(callers) as pool:
+        list(pool.map(call, range(callers)))
+    return count
+
+
+@pytest.mark.usefixtures("threads_of")
+def test_many_callers_at_once():
+    assert hammer(0.5, 6) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+def test_many_callers_for_ten_minutes():
+    assert hammer(600, 8) > 1000
+
+
+def _in_child(layer, x, queue):
+    queue.put(layer(x).numpy())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.usefixtures("two_threads")
+def test_after_a_fork():
+    layer, x = SparseLinear(sparse_weight(300, 200), None), torch.randn(256, 200)
+    expected = functional.linear(x.double(), layer.weight.double())
+    assert relative_error(layer(x), expected) < 1e-6  # the threads of the parent exist by now
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(layer, x, queue))
+    child.start()
+    found = queue.get(timeout=30)
+    child.join(30)
+    assert child.exitcode == 0
+    assert torch.equal(torch.from_numpy(found), layer(x))
