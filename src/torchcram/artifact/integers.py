@@ -50,7 +50,7 @@ def find_integers(view: Tensor, group_sizes: list[int | None]) -> Quantized | No
             continue
         rows = view.reshape(-1, view[0, 0].numel() if size is None else size)
         for bits in BITS:
-            if _fit(rows[:PROBE], bits) is not None and (found := _fit(rows, bits)) is not None:
+            if fit(rows[:PROBE], bits) is not None and (found := fit(rows, bits)) is not None:
                 codes, scales = found
                 return Quantized(bits, size, codes.flatten(), scales)
     return None
@@ -89,8 +89,16 @@ def _table(bits: int, dtype: torch.dtype) -> Tensor:
     return _numbers(bits, dtype)[codes.long()].view(256, -1)
 
 
-def _fit(rows: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
-    """Returns codes and scales of (rows, inputs), or None if some row needs more bits."""
+def fit(rows: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
+    """Returns codes and scales of (rows, inputs), or None if some row needs more bits.
+
+    Args:
+        rows: each with a scale of its own.
+        bits: of the integers.
+
+    Returns:
+        Codes in int8, -2^(bits-1) for -0.0, and one scale per row.
+    """
     levels = (1 << (bits - 1)) - 1
     scales = rows.abs().amax(1, keepdim=True).to(wide(rows.dtype)) / levels
     if not bool(torch.isfinite(scales).all()):

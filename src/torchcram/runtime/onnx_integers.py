@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from torchcram.artifact.integers import fit
 from torchcram.layers import count_inputs, reduction_last
 from torchcram.operators import Chain, Quantize
 
@@ -54,9 +55,6 @@ def quantizer_of(operator: Operator | None) -> Quantize | None:
 def find_integers(weights: LayerWeights, name: str, quantize: Quantize) -> Integers:
     """Finds q and s of a weight that `quantize` made.
 
-    The largest magnitude of a row was m; s = m / L made it L s; and L s / L is again s, with all
-    roundings: for every m in float32 and every number of bits, as trying all of them shows.
-
     Args:
         weights: all weights.
         name: of the one to look at; float32.
@@ -74,15 +72,14 @@ def find_integers(weights: LayerWeights, name: str, quantize: Quantize) -> Integ
     if size is not None and inputs % size:  # as the operator does
         size = None
     rows = view.flatten(2) if size is None else view.unflatten(-1, (-1, size))
-    scale = rows.abs().amax(-1, keepdim=True) / quantize.levels
-    scale = torch.where(scale == 0, 1, scale)
-    whole = (rows / scale).round_()
-    found = (whole * scale == rows).all(-1)
-    if not bool(found.all()):
+    found = fit(rows.reshape(-1, rows.shape[-1]), quantize.bits)
+    if found is None:
         raise ValueError(
-            f"{name!r} is not what {quantize} makes of a float32 weight: "
-            f"{int((~found).sum())} of its {found.numel()} scales do not give back its values"
+            f"{name!r} is not what {quantize} makes of a float32 weight: no scales of that many "
+            "bits give back its values"
         )
+    codes, scale = found[0], found[1].view(*rows.shape[:-1], 1)
+    whole = torch.where(codes < -quantize.levels, 0, codes)  # what stands for -0.0
     values = torch.empty_like(weight, dtype=torch.int8)
     reduction_last(weights, name, values).copy_(whole.reshape(view.shape))
     axis = int(name not in weights.transposed)  # of the inputs
