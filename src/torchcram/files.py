@@ -34,6 +34,11 @@ def written_aside(path: Path) -> Iterator[Path]:
     _sync_folder(path.parent)
 
 
+def let_read(path: Path) -> None:
+    """Lets those read a file who may read its folder; safetensors lets only the owner."""
+    path.chmod(path.parent.stat().st_mode & 0o644)
+
+
 def _sync_folder(folder: Path) -> None:
     """Brings the names in a folder to the disk, where the system knows how."""
     if not hasattr(os, "O_DIRECTORY"):

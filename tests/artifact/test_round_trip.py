@@ -226,3 +226,9 @@ def test_whole_numbers_stay_as_they_are(path, dtype):
 def test_float8_stays_as_it_is(path):
     numbers = torch.tensor([[0, 1.5, -2]]).to(torch.float8_e4m3fn)
     round_trip(path, {"a": numbers})
+
+
+def test_those_who_may_read_the_folder_may_read_the_file(tmp_path):
+    tmp_path.chmod(0o750)
+    artifact.save(tmp_path / "model.safetensors", nn.Linear(4, 4))
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640

@@ -32,6 +32,16 @@ def test_every_method_is_compressed_to_every_target(tiny):
     assert found == [(method, target) for method in ("SGD", "CrAM+") for target in TINY.targets]
 
 
+def test_every_net_is_a_file_and_is_timed(tiny):
+    assert [one.operator for one in tiny.deployed] == ["dense", *TINY.targets]
+    assert len({one.plain_bytes for one in tiny.deployed}) == 1
+    sizes = {one.operator: one.compact_bytes for one in tiny.deployed}
+    assert sizes["global:0.9"] < sizes["global:0.5"] < sizes["dense"]
+    assert sizes["global:0.8+int4"] < sizes["nm:2:4"]
+    assert all(one.torch_ms > 0 and one.runtime_ms > 0 for one in tiny.deployed)
+    assert all("layers" in one.note for one in tiny.deployed)
+
+
 def test_both_methods_learn():
     result = run_demo(DemoSettings(epochs=5, lr=0.1, targets=("global:0.5",)))
     for trained in result.trained:
@@ -103,6 +113,7 @@ def test_threads_and_the_global_generator_are_left_alone(monkeypatch):
         ({"epochs": 0}, "epochs=0"),
         ({"batch_size": -1}, "batch_size=-1"),
         ({"tuning_samples": 0}, "tuning_samples=0"),
+        ({"timed_images": 0}, "timed_images=0"),
         ({"levels": ()}, "at least one"),
         ({"levels": (0.5, 1.5)}, "1.5"),
         ({"targets": ()}, "at least one"),

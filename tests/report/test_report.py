@@ -1,6 +1,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,11 +9,17 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
+from torchcram.experiments.demo_result import (
+    DemoResult,
+    DemoSettings,
+    Deployed,
+    Row,
+    Trained,
+)
 from torchcram.report.files import write_demo, write_files
 from torchcram.report.page import demo_page
 from torchcram.report.picture import curves, demo_picture
-from torchcram.report.table import demo_table, percent, points
+from torchcram.report.table import demo_table, deployed_table, percent, points
 
 VOID = {"meta", "img", "br", "link", "hr", "input"}
 
@@ -25,6 +32,10 @@ def result():
         for place, operator in enumerate(settings.targets):
             zeros = float(operator[7:]) if re.fullmatch(r"global:[\d.]+", operator) else 0.123
             rows.append(Row(method, operator, zeros, 0.1 + place / 100, 0.99 - loss * place))
+    deployed = [
+        Deployed(operator, 40_000, 40_500 // (place + 1), 2.0, 4.0 / (place + 1), "swapped")
+        for place, operator in enumerate(("dense", *settings.targets))
+    ]
     return DemoResult(
         settings=settings,
         weights=13548,
@@ -32,6 +43,7 @@ def result():
         test_images=360,
         trained=(Trained("SGD", 160, 0.99, 12.3), Trained("CrAM+", 80, 0.98, 23.4)),
         rows=tuple(rows),
+        deployed=tuple(deployed),
         versions={"torch": "9.8.7", "torchcram": "<6.5.4>"},
     )
 
@@ -61,6 +73,27 @@ def test_the_table_fits_and_has_every_number(result, width):
     dense = next(line for line in lines if "│ dense " in line)
     assert re.findall(r"[\d.]+", dense) == ["99.0", "98.0"]
     assert "…" not in "".join(lines)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_of_files_fits_and_has_every_number(result, width):
+    lines = text_of(deployed_table(result), width).splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows[:3] == [
+        ["dense", "40.5", "1.0x", "2.00", "4.00", "0.5x"],
+        ["global:0.5", "20.2", "2.0x", "2.00", "2.00", "1.0x"],
+        ["global:0.7", "13.5", "3.0x", "2.00", "1.33", "1.5x"],
+    ]
+    assert len(rows) == 9
+    assert "…" not in "".join(lines)
+
+
+def test_a_net_that_the_runtime_cannot_run_has_no_time(result):
+    unable = replace(result.deployed[1], runtime_ms=None)
+    one = replace(result, deployed=(result.deployed[0], unable))
+    row = next(line for line in text_of(deployed_table(one), 80).splitlines() if "global" in line)
+    assert [cell.strip() for cell in row.split("│")[4:-1]] == ["2.00", "", ""]
 
 
 def test_numbers_are_written_plainly():
@@ -133,6 +166,7 @@ def test_the_page_has_every_number_setting_and_version(page, result):
         assert points(result.change(row)) in page.words
     assert {"weight_decay", "0.0005", "0.5, 0.7, 0.8, 0.9, 0.95", "9.8.7"} <= set(page.words)
     assert "prefers-color-scheme: dark" in page.source
+    assert {"20.2", "13.5", "1.33", "1.5x"} <= set(page.words)
 
 
 def test_the_page_escapes_what_it_is_given(page):

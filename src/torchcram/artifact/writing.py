@@ -17,7 +17,7 @@ from torchcram.artifact.form import Form
 from torchcram.artifact.manifest import Entry, Manifest
 from torchcram.artifact.manifest import digest as digest_of
 from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
-from torchcram.files import written_aside
+from torchcram.files import let_read, written_aside
 from torchcram.operators import Operator, as_operator
 from torchcram.sharded import is_sharded
 from torchcram.version import __version__
@@ -140,3 +140,4 @@ def _write(path: Path, parts: dict[str, Tensor], manifest: Manifest) -> None:
     text = manifest.to_json()
     with written_aside(path) as aside:
         save_file(parts, aside, {MANIFEST: text, CHECKSUM: digest_of(text)})
+        let_read(aside)

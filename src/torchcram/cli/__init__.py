@@ -3,11 +3,12 @@
 from torchcram.cli.app import app
 
 # in the order that the help has the commands in
-from torchcram.cli import listing, models, train, compress, export  # isort: skip
+from torchcram.cli import listing, models, train, compress, export, bench  # isort: skip
 from torchcram.cli import derive, sweep, report, demo  # isort: skip
 
 __all__ = [
     "app",
+    "bench",
     "compress",
     "demo",
     "derive",

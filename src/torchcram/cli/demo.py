@@ -31,7 +31,8 @@ def demo(
 ) -> None:
     """Train a small net by SGD and by CrAM+, prune and quantize both, compare.
 
-    Takes about a minute, downloads nothing, needs no GPU. Writes a picture, a page and a JSON file.
+    Also shows how large the files are and how fast the nets run. Takes about a minute, downloads
+    nothing, needs no GPU. Writes a picture, a page and a JSON file.
     """
     with errors_in_a_line(needs="the demo", extra="demo"):
         from rich.console import Console
@@ -39,7 +40,7 @@ def demo(
         from torchcram.experiments.demo import run_demo
         from torchcram.experiments.demo_result import DemoSettings
         from torchcram.report.files import write_demo
-        from torchcram.report.table import demo_table
+        from torchcram.report.table import demo_table, deployed_table
 
         out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
         default = DemoSettings()
@@ -48,6 +49,7 @@ def demo(
                 replace(default, seed=seed, epochs=epochs or default.epochs), progress
             )
         Console().print(demo_table(result))
+        Console().print(deployed_table(result))
         for trained in result.trained:
             typer.echo(f"{trained.method}: {trained.epochs} epochs, {trained.seconds:.0f} s")
         for what, path in write_demo(result, out).items():

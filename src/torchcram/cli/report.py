@@ -23,14 +23,19 @@ def report(
     ],
     out: Annotated[Path, typer.Option(dir_okay=False, help="The page.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page: accuracy against sparsity, tables, training curves, settings."""
+    """Write one HTML page: accuracy against sparsity, tables, training curves, settings.
+
+    With what `torchcram bench` measured of a run, also its speed and size.
+    """
     with errors_in_a_line():
         from torchcram.experiments.files import write_atomically
+        from torchcram.report.bench_section import read_benches
         from torchcram.report.runs_page import runs_page
         from torchcram.report.sources import read_sources
 
         results, logs = read_sources(sources)
-        write_atomically(out, runs_page(results, logs=logs).encode())
+        page = runs_page(results, logs=logs, benches=read_benches(sources))
+        write_atomically(out, page.encode())
         typer.echo(f"report: {out}")
 
 

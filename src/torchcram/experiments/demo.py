@@ -23,6 +23,8 @@ from torchcram import (
     sparsity,
     tune_batchnorm_,
 )
+from torchcram.experiments.bench.record import DENSE
+from torchcram.experiments.demo_deploy import deploy
 from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
 from torchcram.experiments.digits import Digits, load_digits
 from torchcram.experiments.models import ConvNet
@@ -39,6 +41,8 @@ Progress = Callable[[str, int, int], None]
 def run_demo(settings: DemoSettings, progress: Progress | None = None) -> DemoResult:
     """Trains the same net from the same weights by SGD and by CrAM+; compresses both in one shot.
 
+    The nets of CrAM+, trained last, also become files and are timed.
+
     Args:
         settings: what to do.
         progress: told about every epoch.
@@ -54,7 +58,11 @@ def run_demo(settings: DemoSettings, progress: Progress | None = None) -> DemoRe
             _train(model, data, settings, method=method, epochs=epochs, progress=progress)
             seconds = time.perf_counter() - start
             trained.append(Trained(method, epochs, accuracy(model, data), seconds))
-            rows += [_compressed(model, data, settings, method, t) for t in settings.targets]
+            models: dict[str, nn.Module] = {DENSE: model}
+            for target in settings.targets:
+                models[target], row = _compressed(model, data, settings, method, target)
+                rows.append(row)
+        deployed = deploy(models, data.test_images[: settings.timed_images])
     return DemoResult(
         settings=settings,
         weights=sum(weight.numel() for weight in compressible_weights(initial).values()),
@@ -62,6 +70,7 @@ def run_demo(settings: DemoSettings, progress: Progress | None = None) -> DemoRe
         test_images=len(data.test_labels),
         trained=tuple(trained),
         rows=tuple(rows),
+        deployed=deployed,
         versions={**versions(), "machine": machine_name(torch.device("cpu"))},
     )
 
@@ -110,7 +119,7 @@ def _closure(
 
 def _compressed(
     model: nn.Module, data: Digits, settings: DemoSettings, method: str, target: str
-) -> Row:
+) -> tuple[nn.Module, Row]:
     skip = FIRST_CONV if "nm:" in target else None
     small = compress(model, target, weights=compressible_weights(model, skip=skip))
     before = accuracy(small, data)
@@ -119,7 +128,7 @@ def _compressed(
     batches = data.training_batches(settings.batch_size, generator)
     tune_batchnorm_(small, islice(batches, -(-settings.tuning_samples // settings.batch_size)))
     zeros = sparsity(compressible_weights(small))
-    return Row(method, target, zeros, before, accuracy(small, data))
+    return small, Row(method, target, zeros, before, accuracy(small, data))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ class DemoSettings:
         targets: the operators to compress to after training, as text.
         widths: channels of the convolutions.
         tuning_samples: how many training samples batch-norm tuning sees, about.
+        timed_images: of the batch that nets are timed on.
         seed: of the initial weights, the batches and the draws.
     """
 
@@ -46,10 +47,11 @@ class DemoSettings:
     )
     widths: tuple[int, ...] = (12, 24, 48)
     tuning_samples: int = 1000
+    timed_images: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "tuning_samples"):
+        for name in ("epochs", "batch_size", "tuning_samples", "timed_images"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a positive number")
         if not self.levels or not self.targets:
@@ -96,6 +98,27 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Deployed:
+    """A net trained by CrAM+ as a file, and how fast it runs on the CPU, in one thread.
+
+    Attributes:
+        operator: what it was compressed by, as text, or "dense".
+        plain_bytes: of a plain safetensors file.
+        compact_bytes: of a compact file.
+        torch_ms: milliseconds of a batch in torch, which computes with all zeros.
+        runtime_ms: the same by `torchcram.runtime`; None where it cannot run the net.
+        note: what the runtime did.
+    """
+
+    operator: str
+    plain_bytes: int
+    compact_bytes: int
+    torch_ms: float | None = field(compare=False)
+    runtime_ms: float | None = field(compare=False)
+    note: str = field(compare=False)
+
+
+@dataclass(frozen=True)
 class DemoResult:
     """All that the demonstration found; equal for equal settings on one machine."""
 
@@ -105,6 +128,7 @@ class DemoResult:
     test_images: int
     trained: tuple[Trained, ...]
     rows: tuple[Row, ...]
+    deployed: tuple[Deployed, ...]
     versions: dict[str, str]
 
     def row(self, method: str, operator: str) -> Row:

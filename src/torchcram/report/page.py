@@ -6,7 +6,7 @@ import base64
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from torchcram.report.table import NOTICEABLE, percent, points
+from torchcram.report.table import NOTICEABLE, deployed_cells, percent, points
 from torchcram.report.template import render
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def demo_page(result: DemoResult, picture: bytes) -> str:
         "aware": aware,
         "widest": max(result.settings.targets, key=lambda target: _gap(result, target)),
         "noticeable": NOTICEABLE,
+        "deployed": [[one.operator, *deployed_cells(result, one)] for one in result.deployed],
         "picture": base64.b64encode(picture).decode(),
         "settings": [
             (field.name, _text(getattr(result.settings, field.name)))

@@ -44,12 +44,7 @@ class Chart {
   addLegend(parent) {
     this.data.series.forEach((series, place) => {
       const button = html(parent, "button", { type: "button", title: "show or hide" });
-      const look = paint(series.style);
-      const swatch = shape(this.svg, "svg", { viewBox: "0 0 34 14", "aria-hidden": "true" });
-      button.append(swatch);
-      const line = { d: "M0 7H34", class: "line", stroke: look.color };
-      shape(swatch, "path", { ...line, "stroke-dasharray": look.dash });
-      shape(swatch, "path", { d: look.marker, transform: "translate(17 7)", fill: look.color });
+      swatch(button, this.svg, series);
       html(button, "span", { textContent: series.name });
       button.setAttribute("aria-pressed", "true");
       button.addEventListener("click", () => {
@@ -94,7 +89,8 @@ class Chart {
     const height = Math.round(Math.min(400, Math.max(260, width * 0.52)));
     const points = this.points();
     const { low, high, step, cut } = this.yRange(points);
-    const { label, min, max } = this.data.x;
+    const axis = this.data.views[this.view].x ?? this.data.x;
+    const { label, min, max } = axis;
     const area = { left: 46, right: width - 14, top: 30, bottom: height - 44 };
     const px = (x) => area.left + ((x - min) / (max - min)) * (area.right - area.left);
     const py = (y) => area.bottom - ((y - low) / (high - low)) * (area.bottom - area.top);
@@ -110,7 +106,7 @@ class Chart {
       shape(this.svg, "path", { d: `M${area.left} ${py(tick.value)}H${area.right}`, class: "grid" });
       text(area.left - 8, py(tick.value) + 4, "end", tick.text);
     }
-    const xStep = Math.max(niceStep(max - min, width < 480 ? 5 : 10), this.data.x.least);
+    const xStep = Math.max(niceStep(max - min, width < 480 ? 5 : 10), axis.least);
     for (const tick of ticks(min, max, xStep)) {
       shape(this.svg, "path", { d: `M${px(tick.value)} ${area.bottom}v5`, class: "axis" });
       text(px(tick.value), area.bottom + 19, "middle", tick.text);
@@ -120,6 +116,7 @@ class Chart {
     text(4, 14, "start", this.data.views[this.view].label + below);
     text((area.left + area.right) / 2, height - 6, "middle", label);
     this.placed = points
+      .filter((one) => !one.series.front) // its points are those of other series
       .map((one) => ({ ...one, px: px(one.x), py: py(one.value) }))
       .filter((one) => one.py <= area.bottom + 1);
     const inside = shape(this.svg, "g", { "clip-path": `url(#${this.clip})` });
@@ -134,7 +131,10 @@ class Chart {
     const look = paint(mine[0].series.style);
     const line = mine.map((one) => `${px(one.x)} ${py(one.value)}`).join("L");
     const attributes = { d: `M${line}`, class: "line", stroke: look.color };
-    shape(parent, "path", { ...attributes, "stroke-dasharray": look.dash });
+    const { line: joined, front } = mine[0].series;
+    if (joined !== false)
+      shape(parent, "path", { ...attributes, "stroke-dasharray": look.dash });
+    if (front) return;
     for (const one of mine) {
       const x = px(one.x);
       if (one.spread > 0) {
@@ -142,7 +142,7 @@ class Chart {
         const d = `M${x - 4} ${top}h8M${x} ${top}V${bottom}M${x - 4} ${bottom}h8`;
         shape(parent, "path", { d, class: "bar", stroke: look.color });
       }
-      if (mine.length <= 25) {
+      if (mine.length <= 25 || joined === false) {
         const transform = `translate(${x} ${py(one.value)})`;
         shape(parent, "path", { d: look.marker, transform, fill: look.color, class: "marker" });
       }

@@ -36,6 +36,17 @@ function paint(style) {
   };
 }
 
+// what a series looks like, for the legend: a line, a marker, or both
+function swatch(parent, svg, series) {
+  const look = paint(series.style);
+  const made = shape(svg, "svg", { viewBox: "0 0 34 14", "aria-hidden": "true" });
+  parent.append(made);
+  const line = { d: "M0 7H34", class: "line", stroke: look.color };
+  const marker = { d: look.marker, transform: "translate(17 7)", fill: look.color };
+  if (series.line !== false) shape(made, "path", { ...line, "stroke-dasharray": look.dash });
+  if (!series.front) shape(made, "path", marker);
+}
+
 function niceStep(range, parts) {
   const rough = range / parts;
   const power = 10 ** Math.floor(Math.log10(rough));

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchcram.experiments.bench.record import Bench
 from torchcram.experiments.results import Result
+from torchcram.report.bench_section import sections
 from torchcram.report.runs import Group, group_runs
 from torchcram.report.runs_charts import Curve, accuracy_chart, training_chart
 from torchcram.report.sources import Log
@@ -18,6 +20,7 @@ def runs_page(
     *,
     title: str = "One training, every size",
     logs: Sequence[Log] = (),
+    benches: Sequence[Bench] = (),
 ) -> str:
     """Renders the page.
 
@@ -25,6 +28,7 @@ def runs_page(
         results: at least one; those of the same task and model share a chart and a table.
         title: heads the page.
         logs: of runs whose results these are; their curves have the same names and looks.
+        benches: that runs were measured by, shown in a section of their own.
 
     Raises:
         ValueError: if there are no results, or a record has no epoch.
@@ -35,11 +39,14 @@ def runs_page(
     charts = [accuracy_chart(group.runs) for group in groups]
     if logs:
         charts.append(training_chart([_curve(log, results, groups, logs) for log in logs]))
+    measured, further = sections(benches, len(charts))
+    charts += further
     values = {
         "title": title,
         "groups": groups,
         "charts": charts,
         "logs": bool(logs),
+        "benches": measured,
         "noticeable": NOTICEABLE,
         "repeated": [over for over in dict.fromkeys(map(repeated, results)) if over],
     }

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from torchcram.experiments.demo_result import DemoResult
+    from torchcram.experiments.demo_result import DemoResult, Deployed
 
 NOTICEABLE = 0.05  # a loss above this is set in bold red
 
@@ -46,3 +46,30 @@ def demo_table(result: DemoResult) -> Table:
             cells += [percent(row.before), percent(row.after), Text(points(change), style)]
         table.add_row(operator, *cells)
     return table
+
+
+def deployed_table(result: DemoResult) -> Table:
+    """Returns one line per net of CrAM+: its file, and how long a batch takes."""
+    count = result.settings.timed_images
+    table = Table(
+        title=f"The nets of {result.trained[-1].method}: files, and ms for {count} images",
+        caption="smaller: than the plain file of the dense net; one thread of the CPU",
+    )
+    table.add_column("compressed to", no_wrap=True)
+    for column in ("file, kB", "smaller", "torch, ms", "runtime, ms", "speed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for place, one in enumerate(result.deployed):
+        table.add_row(one.operator, *deployed_cells(result, one), end_section=place == 0)
+    return table
+
+
+def deployed_cells(result: DemoResult, one: Deployed) -> list[str]:
+    """Returns the size of a file in kB, how much smaller it is, times in ms and their ratio."""
+    speed = one.torch_ms / one.runtime_ms if one.torch_ms and one.runtime_ms else None
+    return [
+        f"{one.compact_bytes / 1000:.1f}",
+        f"{result.deployed[0].plain_bytes / one.compact_bytes:.1f}x",
+        "" if one.torch_ms is None else f"{one.torch_ms:.2f}",
+        "" if one.runtime_ms is None else f"{one.runtime_ms:.2f}",
+        "" if speed is None else f"{speed:.1f}x",
+    ]

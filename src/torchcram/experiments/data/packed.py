@@ -19,7 +19,7 @@ from torchcram.experiments.data.pictures import (
     pixels,
     resized,
 )
-from torchcram.experiments.files import written_aside
+from torchcram.files import let_read, written_aside
 
 FORMAT = "torchcram images 1"
 KEY = "torchcram"  # of the file's metadata
@@ -106,7 +106,7 @@ def write_packed(data: DataSet, path: Path, *, image_size: int | None, source: s
     }
     with written_aside(path) as aside:
         save_file(tensors, aside, {KEY: json.dumps(description)})
-        aside.chmod(path.parent.stat().st_mode & 0o644)  # safetensors lets only the owner read
+        let_read(aside)
 
 
 def read_packed(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.experiments.data.packed import PackedError
-from torchcram.experiments.files import written_aside
 from torchcram.experiments.text.texts import Gold, Texts, TextSet
+from torchcram.files import let_read, written_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ def write_tokens(data: TextSet, path: Path, wanted: Wanted) -> None:
     said = {"format": FORMAT, **asdict(wanted), "contents": data.contents, "notes": data.notes}
     with written_aside(path) as aside:
         save_file(tensors, aside, {KEY: json.dumps(said)})
-        aside.chmod(path.parent.stat().st_mode & 0o644)  # safetensors lets only the owner read
+        let_read(aside)
 
 
 def read_tokens(path: Path, wanted: Wanted) -> TextSet:

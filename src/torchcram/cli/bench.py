@@ -1,0 +1,109 @@
+"""torchcram bench."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcram.cli.app import app
+from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.options import DATA, DataFolder, DeviceName, Download, find_device, load
+
+BATCHES = (1, 16)
+
+
+@app.command()
+def bench(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_FILE", help="Folder of a finished run, or a compact file."),
+    ],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP",
+            show_default="those of the recipe",
+            help="Operator, as global:0.9 or global:0.8+int4. Repeatable.",
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, show_default="1 16", help="Samples at a time. Repeatable."),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(min=1, show_default="those of torch", help="Of every engine. Repeatable."),
+    ] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            show_default="all but the last",
+            help="Joined by commas: torch, compiled, onnxruntime, torchcram, torchcram-compiled; "
+            "on a GPU torch, compiled, torchcram.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="25, fewer if they take long", help="Of measuring."),
+    ] = None,
+    accuracy: Annotated[
+        bool,
+        typer.Option("--accuracy/--no-accuracy", help="Test what result.json does not have."),
+    ] = True,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    data: DataFolder = DATA,
+    device: DeviceName = "cpu",
+    download: Download = False,
+) -> None:
+    """Measure models side by side: accuracy, file sizes, latency and throughput.
+
+    The dense model and each target run in every engine, in turns, on real test data. The result is
+    also kept in the run folder, where `torchcram report` finds it.
+    """
+    with errors_in_a_line():
+        import torch
+
+        from torchcram.cli.tables import show
+        from torchcram.experiments.bench.engines import CPU_ENGINES, DEFAULT, check_engines
+        from torchcram.experiments.bench.gpu_engines import GPU_ENGINES
+        from torchcram.experiments.bench.record import FILES, write_bench
+        from torchcram.experiments.bench.run import Plan, run_bench
+        from torchcram.experiments.bench.source import open_source
+        from torchcram.report.bench_table import size_table, speed_tables
+
+        def say(line: str) -> None:
+            typer.echo(line, err=True)
+
+        where = find_device(device)
+        gpu = where.type == "cuda"
+        names = [name.strip() for name in engines.split(",")] if engines is not None else None
+        names = names or list(GPU_ENGINES if gpu else DEFAULT)
+        check_engines(names, GPU_ENGINES if gpu else CPU_ENGINES)
+        counts = tuple(threads or [torch.get_num_threads()])
+        plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
+        opened = open_source(source, to or ())
+        samples = load(opened.recipe, data, download=download)
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
+        cases = opened.cases(samples, device=where, accuracy=accuracy, report=say)
+        with tempfile.TemporaryDirectory() as folder:
+            result = run_bench(
+                cases,
+                opened.recipe,
+                samples,
+                plan=plan,
+                device=where,
+                folder=Path(folder),
+                report=say,
+            )
+        show(size_table(result))
+        for table in speed_tables(result):
+            show(table)
+        kept = [source / FILES[where.type]] if source.is_dir() else []
+        for path in [*kept, *([json] if json else [])]:
+            write_bench(result, path)
+            typer.echo(f"result: {path}")
