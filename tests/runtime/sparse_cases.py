@@ -3,11 +3,16 @@
 import pytest
 import torch
 
+import torchcram
 from torchcram.runtime.compiling import LIBRARY
 
 
 def sparse_weight(*shape, sparsity=0.7):
     return torch.randn(shape) * (torch.rand(shape) >= sparsity)
+
+
+def sparse_model(model, operator="uniform:0.8"):
+    return torchcram.compress(model, operator)
 
 
 def relative_error(found, expected):

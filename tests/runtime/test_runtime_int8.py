@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 import torchcram
-from torchcram.runtime import layers, library, prepare
-from torchcram.runtime.int8 import SparseLinearInt8
+from torchcram.runtime import library, prepare
+from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
 
 pytestmark = [
     needs_kernels,
@@ -41,6 +41,21 @@ def test_tokens_of_zeros_and_large_ones():
     found = SparseLinearInt8(weight, None)(x)
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 0.02 or not other.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 200])
+@pytest.mark.parametrize("middle", [1, 30, 401])
+def test_feed_forward_is_both_layers(tokens, middle):
+    first = SparseLinearInt8(sparse_weight(middle, 37, sparsity=0.5), torch.randn(middle))
+    second = SparseLinearInt8(sparse_weight(23, middle), torch.randn(23))
+    both = SparseFeedForwardInt8(first, second, activation="gelu")
+    x, residual = torch.randn(tokens, 37), torch.randn(tokens, 23)
+    # A value between two steps may be rounded up by one and down by the other.
+    expected = second(functional.gelu(first(x)), residual)
+    assert relative_error(both(x, residual), expected) < 0.02
+    assert (both(x, residual) - expected).abs().median() < 1e-5
+    with pytest.raises(ValueError, match="do not follow one another"):
+        SparseFeedForwardInt8(first, first, activation="gelu")
 
 
 def test_weights_of_8_bits_are_not_rounded_again():
@@ -78,9 +93,9 @@ def test_what_does_not_fit_is_refused():
         SparseLinearInt8(sparse_weight(6, 10), None, activation="tanh")
 
 
+@pytest.mark.usefixtures("sparse_wins")
 @pytest.mark.parametrize("example", [None, torch.randn(40, 32)])
-def test_prepare_uses_it_where_it_is_allowed(monkeypatch, example):
-    monkeypatch.setattr(layers, "_race", lambda work: {key: -i for i, key in enumerate(work)})
+def test_prepare_uses_it_where_it_is_allowed(example):
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
     torchcram.compress_(model, "uniform:0.8")
     fast, x = prepare(model, example, int8=True), torch.randn(50, 32)

@@ -52,6 +52,11 @@ def test_a_bad_state_is_refused():
 def test_the_dense_weight_is_still_there():
     weight = sparse_weight(12, 20)
     assert torch.equal(SparseLinear(weight, torch.ones(12)).weight, weight)
+    geometry = Geometry((3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2))
+    weight = sparse_weight(5, 4, 3, 2)
+    for by_images in (False, True):
+        conv = SparseConv2d(weight, torch.ones(5), geometry, by_images=by_images)
+        assert torch.equal(conv.weight, weight)
 
 
 def test_conversions_leave_it_alone():

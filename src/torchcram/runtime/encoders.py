@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcram.runtime.int8 import SparseLinearInt8
+from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
 from torchcram.runtime.modules import SparseFeedForward, SparseLinear
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ def fuse_encoder_(model: nn.Module) -> bool:
             pass
         elif isinstance(first, SparseLinear) and isinstance(dense, SparseLinear):
             layer = SparseFeedForward(first, dense, activation=activation)
+            module.intermediate = nn.Identity()
+        elif isinstance(first, SparseLinearInt8) and isinstance(dense, SparseLinearInt8):
+            layer = SparseFeedForwardInt8(first, dense, activation=activation)
             module.intermediate = nn.Identity()
         elif isinstance(first, (SparseLinear, SparseLinearInt8)):
             first.activation = activation

@@ -32,8 +32,15 @@ def as_graph(model: nn.Module) -> fx.GraphModule | None:
         graph = fx.symbolic_trace(model)
     except Exception:  # noqa: BLE001  tracing runs the model on proxies: anything may be raised
         return None
+    if any(node.op == "get_attr" and _owner(graph, node) for node in graph.graph.nodes):
+        return None  # the model itself reads the weight of a layer
     _fold_batchnorm_(graph)
     return graph
+
+
+def _owner(model: fx.GraphModule, node: fx.Node) -> bool:
+    name = str(node.target).rpartition(".")[0]
+    return isinstance(model.get_submodule(name), (nn.Linear, nn.Conv2d))
 
 
 def _fold_batchnorm_(model: fx.GraphModule) -> None:
@@ -87,8 +94,7 @@ def _fuse_convolution_(
     after = _only_user(node)
     if after is not None and _is_call(after, _ADD) and len(after.args) == 2 and not after.kwargs:
         other = after.args[1] if after.args[0] is node else after.args[0]
-        last = _comes_last(model, node, other)
-        if last and isinstance(other, fx.Node) and _same_shape(node, other):
+        if isinstance(other, fx.Node) and other is not node and _same_shape(node, other):
             with model.graph.inserting_before(after):
                 new = model.graph.call_module(str(node.target), (node.args[0], other))
             new.meta = dict(after.meta)
@@ -99,12 +105,6 @@ def _fuse_convolution_(
     if after is not None and _activation(modules, after) == "relu":
         layer.relu = True
         _merge_(model, after, node)
-
-
-def _comes_last(model: fx.GraphModule, node: fx.Node, other: object) -> bool:
-    """Of two convolutions that are added, the later one takes the other as its residual."""
-    order = {each: place for place, each in enumerate(model.graph.nodes)}
-    return isinstance(other, fx.Node) and other is not node and order[other] < order[node]
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

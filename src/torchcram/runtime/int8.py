@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchcram.runtime import ops
+from torchcram.runtime import ops, ops_int8  # noqa: F401  what is registered there is used
 from torchcram.runtime.modules import PackedLayer
 from torchcram.runtime.packing import pack_int8
 
@@ -58,3 +58,44 @@ class SparseLinearInt8(PackedLayer):
     def extra_repr(self) -> str:
         """Returns what distinguishes it from other layers."""
         return f"{self.in_features}, {self.out_features}, activation={self.activation!r}"
+
+
+class SparseFeedForwardInt8(nn.Module):
+    """y = second(activation(first(x))) + residual, without a trip to memory in between.
+
+    Args:
+        first: a sparse layer in 8 bits.
+        second: the next.
+        activation: between them.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+
+    def __init__(
+        self, first: SparseLinearInt8, second: SparseLinearInt8, *, activation: str
+    ) -> None:
+        super().__init__()
+        if first.out_features != second.in_features or activation not in ops.ACTIVATIONS:
+            raise ValueError(f"{first} and {second} do not follow one another with {activation!r}")
+        self.first, self.second, self.activation = first, second, activation
+        self.eval()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps (..., inputs) to (..., outputs)."""
+        one, two = self.first, self.second
+        y: Tensor = torch.ops.torchcram.sparse_feed_forward_int8(
+            x,
+            one.packed,
+            one.start,
+            one.scales,
+            one.bias,
+            two.packed,
+            two.start,
+            two.scales,
+            two.bias,
+            residual,
+            two.out_features,
+            self.activation,
+        )
+        return y

@@ -26,7 +26,7 @@ _FUNCTIONS = {
     "has_int8": (_INT, []),
     "linear_int8": (
         _INT,
-        [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 5, _INT, _POINTER, _INT],
+        [_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT, *[_POINTER] * 3, _INT],
     ),
     "feed_forward": (
         _INT,

@@ -118,6 +118,23 @@ class SparseConv2d(PackedLayer):
         )
         return y
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, unpacked anew each time."""
+        (rows, columns), (down, right) = self.geometry.kernel, self.geometry.dilation
+        size = (self.in_channels, down * (rows - 1) + 1, right * (columns - 1) + 1)
+        # One image per weight of a kernel, with a one where it is.
+        images = torch.zeros(self.in_channels * rows * columns, *size)
+        ones = images[:, :, ::down, ::right].flatten(1)
+        images[:, :, ::down, ::right] = ones.fill_diagonal_(1).view(
+            -1, self.in_channels, rows, columns
+        )
+        unpadded = [*self._numbers[:4], 0, 0, *self._numbers[6:]]
+        found: Tensor = torch.ops.torchcram.sparse_conv2d(
+            images, self.packed, None, None, self.out_channels, unpadded, self.by_images, False
+        )
+        return found.flatten(1).t().reshape(-1, self.in_channels, rows, columns).contiguous()
+
     def extra_repr(self) -> str:
         """Returns what distinguishes it from other layers."""
         numbers = f"{self.in_channels}, {self.out_channels}, {self.geometry}"

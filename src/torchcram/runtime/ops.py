@@ -19,10 +19,6 @@ operators.define(
     "str activation) -> Tensor"
 )
 operators.define(
-    "sparse_linear_int8(Tensor x, Tensor packed, Tensor start, Tensor scales, Tensor? bias, "
-    "Tensor? residual, int features, str activation) -> Tensor"
-)
-operators.define(
     "sparse_feed_forward(Tensor x, Tensor packed, Tensor? bias, str activation, Tensor then, "
     "Tensor? then_bias, Tensor? residual, int features) -> Tensor"
 )
@@ -57,44 +53,6 @@ def _sparse_linear(
     )
     if not good:
         raise ValueError(f"the packed matrix does not map {inner} features to {features}")
-    return y
-
-
-def _sparse_linear_int8(
-    x: Tensor,
-    packed: Tensor,
-    start: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    features: int,
-    activation: str,
-) -> Tensor:
-    require_floats(x)
-    x = x.contiguous()
-    inner = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], features))
-    if residual is not None:
-        residual = residual.expand(y.shape).contiguous()
-    good = x.numel() == 0 or kernels().torchcram_linear_int8(
-        x.data_ptr(),
-        x.numel() // inner,
-        inner,
-        features,
-        packed.data_ptr(),
-        start.data_ptr(),
-        scales.data_ptr(),
-        pointer(bias),
-        pointer(residual),
-        ACTIVATIONS.index(activation),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if not good:
-        raise ValueError(
-            f"no kernel for 8 bits here, or the packed matrix does not map {inner} features to "
-            f"{features}"
-        )
     return y
 
 
@@ -144,19 +102,6 @@ def _sparse_linear_shape(
     return x.new_empty((*x.shape[:-1], features))
 
 
-def _sparse_linear_int8_shape(
-    x: Tensor,
-    _packed: Tensor,
-    _start: Tensor,
-    _scales: Tensor,
-    _bias: Tensor | None,
-    _residual: Tensor | None,
-    features: int,
-    _activation: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features))
-
-
 def _sparse_feed_forward_shape(
     x: Tensor,
     _packed: Tensor,
@@ -187,7 +132,6 @@ def require_floats(x: Tensor) -> None:
 
 for _name, _run, _shape in (
     ("sparse_linear", _sparse_linear, _sparse_linear_shape),
-    ("sparse_linear_int8", _sparse_linear_int8, _sparse_linear_int8_shape),
     ("sparse_feed_forward", _sparse_feed_forward, _sparse_feed_forward_shape),
 ):
     operators.impl(_name, _run, "CPU")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PAIRS, PATTERNS = 2, 4
 _PAIRS_FROM = 0.62  # sparsity: below it, rows share so many columns that patterns pay
-_BLOCK = 160  # columns whose panel of 64 tokens stays in L1
+_BLOCK = {PAIRS: 128, PATTERNS: 192}  # columns whose panel of 64 tokens stays in L1
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
     form = form or _form_for(weight)
     call = kernels().torchcram_pack_linear
     rows, inner = weight.shape
-    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK, out, room))
+    return _packed(
+        lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK[form], out, room)
+    )
 
 
 def pack_int8(weight: Tensor) -> Tensor:

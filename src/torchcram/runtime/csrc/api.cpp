@@ -1,4 +1,5 @@
 // The C interface.
+#include <initializer_list>
 #include <vector>
 
 #include "packed.h"
@@ -81,6 +82,24 @@ TORCHCRAM_EXPORT int torchcram_check(const void* memory, int64_t bytes) {
   return check(memory, bytes);
 }
 
+// Whether the blocks of a matrix fit its panel, if each unit of k takes so many bytes there.
+static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
+    if (from % unit || to % unit) return false;
+    if ((to - from) / unit * bytes > packed.inner_starts[packed.blocks() + 1]) return false;
+  }
+  return true;
+}
+
+static Job begin(const Packed& packed, const float* x, const float* bias, const float* residual,
+                 int activation, float* y) {
+  Job job;
+  job.packed = &packed, job.input = x, job.bias = bias, job.residual = residual;
+  job.activation = activation, job.output = y;
+  return job;
+}
+
 static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
   return tasks >= threads ? 1 : packed.groups();
 }
@@ -92,9 +111,11 @@ TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t in
   const Packed packed(memory);
   const Header& h = *packed.header;
   if (h.magic != kMagic || h.inner != inner || h.rows != rows) return 0;
+  if (!fits(packed, 1, kPanelBytes)) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
   const int64_t splits = parts(panels, threads, packed);
-  const Job job{&packed, nullptr, nullptr, x, bias, residual, y, activation, tokens, splits, nullptr, nullptr};
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
   parallel(kernels->linear, &job, panels * splits, threads);
   return 1;
 }
@@ -108,19 +129,28 @@ TORCHCRAM_EXPORT int torchcram_has_int8() {
 #endif
 }
 
+// A Linear layer in 8 bits, or two where there is a second, an activation after the first.
 TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64_t inner,
-                                           int64_t rows, const void* memory, const int32_t* start,
-                                           const float* scales, const float* bias,
-                                           const float* residual, int activation, float* y,
+                                           int64_t rows, const Layer8* first, int activation,
+                                           const Layer8* second, const float* residual, float* y,
                                            int threads) {
-  const Packed packed(memory);
-  const Header& h = *packed.header;
-  if (!torchcram_has_int8() || h.magic != kMagic || h.form != kPairs) return 0;
-  if (h.inner != (inner + 3) / 4 || h.rows != rows) return 0;
+  if (!torchcram_has_int8()) return 0;
+  const Packed packed(first->packed), then(second ? second->packed : first->packed);
+  const Header &h = *packed.header, &t = *then.header;
+  for (const Header* each : {&h, &t})
+    if (each->magic != kMagic || each->form != kPairs) return 0;
+  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
+  if (h.inner != (inner + 3) / 4 || t.rows != rows) return 0;
+  if (second && t.inner != (h.rows + 3) / 4) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  const int64_t splits = parts(panels, threads, packed);
-  Job job{&packed, nullptr, nullptr, x, bias, residual, y, activation, tokens, splits, nullptr, nullptr};
-  job.inner = inner, job.start = start, job.scales = scales;
+  const int64_t splits = second ? 1 : parts(panels, threads, packed);
+  Job job = begin(packed, x, first->bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  job.inner = inner, job.start = first->start, job.scales = first->scales;
+  if (second) {
+    job.then = &then, job.then_bias = second->bias;
+    job.then_start = second->start, job.then_scales = second->scales;
+  }
   parallel(kernels->linear_int8, &job, panels * splits, threads);
   return 1;
 }
@@ -135,8 +165,9 @@ TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int6
   const Header &h = *packed.header, &t = *then.header;
   if (h.magic != kMagic || t.magic != kMagic) return 0;
   if (h.inner != inner || t.rows != rows || h.rows != t.inner) return 0;
-  const Job job{&packed, &then, then_bias, x,      bias,    residual, y,
-                activation, tokens, 1,     nullptr, nullptr};
+  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
   parallel(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
   return 1;
 }
@@ -152,10 +183,15 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
   if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
   Strip strip;
   if (by_images && !strip.lay_out(c)) return 0;
+  const int64_t kernel = c.kernel_h * c.kernel_w;
+  if (by_images ? !fits(packed, kernel, c.kernel_h * strip.slots * 64)
+                : !fits(packed, 1, kPanelBytes))
+    return 0;
   const int64_t tasks = by_images ? (c.batch + 15) / 16 * c.out_h
                                   : c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
   const int64_t splits = parts(tasks, threads, packed);
-  const Job job{&packed, nullptr, nullptr, x, bias, residual, y, activation, 0, splits, shape, &strip};
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.splits = splits, job.shape = shape, job.strip = &strip;
   parallel(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
   return 1;
 }

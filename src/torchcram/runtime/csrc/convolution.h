@@ -51,8 +51,8 @@ void take_pixels(const Job& job, const Runs& runs, int64_t block, const float* i
 }
 
 // The lanes of a panel are neighbouring outputs of one image, in the order of rows and columns. The
-// input is padded already, and its columns are sorted by their remainders when divided by the stride:
-// [image][channel][remainder][row][column].
+// input is padded already, and its columns are sorted by their remainders when divided by the
+// stride: [image][channel][remainder][row][column].
 void pixels(const void* what, int64_t task) {
   const Job& job = *static_cast<const Job*>(what);
   const Packed& packed = *job.packed;

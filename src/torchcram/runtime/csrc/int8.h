@@ -1,7 +1,7 @@
 // Y = activation(X W^T + bias) + residual with weights and activations in 8 bits.
 //
-// Four weights of a row, neighbours along k, are one 32-bit value of the packed matrix; a value is kept
-// where one of the four is. The four activations of a token are one 32-bit lane of the panel:
+// Four weights of a row, neighbours along k, are one 32-bit value of the packed matrix; a value is
+// kept where one of the four is. The four activations of a token are one 32-bit lane of the panel:
 // unsigned, 128 stands for zero, one scale per token.
 #pragma once
 
@@ -35,7 +35,8 @@ void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const in
     for (; count > 0; --count, s.column += 2, s.value += 2) {
       const __m512i* x = reinterpret_cast<const __m512i*>(panel + s.column[0]);
       const __m512i* y = reinterpret_cast<const __m512i*>(panel + s.column[1]);
-      const __m512i w = (__m512i)_mm512_set1_ps(s.value[0]), u = (__m512i)_mm512_set1_ps(s.value[1]);
+      const __m512i w = (__m512i)_mm512_set1_ps(s.value[0]);
+      const __m512i u = (__m512i)_mm512_set1_ps(s.value[1]);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sum[0][v] = _mm512_dpbusd_epi32(sum[0][v], x[v], w);
 #pragma GCC unroll 4
@@ -71,7 +72,8 @@ void round_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes,
   for (int64_t t = 0; t < tokens; ++t, x += inner, bytes += wide) {
     __m512 most = _mm512_setzero_ps();
     int64_t k = 0;
-    for (; k + 16 <= inner; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
+    for (; k + 16 <= inner; k += 16)
+      most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
     const __mmask16 rest = __mmask16((1u << (inner - k)) - 1);
     most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(rest, x + k)));
     const float top = _mm512_reduce_max_ps(most);
@@ -80,11 +82,51 @@ void round_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes,
     const __m512i zero = _mm512_set1_epi32(128);
     for (k = 0; k < inner; k += 16) {
       const __mmask16 here = inner - k >= 16 ? 0xffff : __mmask16((1u << (inner - k)) - 1);
-      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(here, x + k), factor));
+      const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, x + k), factor);
+      const __m512i q = _mm512_cvtps_epi32(scaled);
       _mm512_mask_cvtepi32_storeu_epi8(bytes + k, here, _mm512_add_epi32(q, zero));
     }
     for (k = inner; k < wide; ++k) bytes[k] = 128;
   }
+}
+
+// What the integers in the sums stand for.
+void scale_sums(const Rows& rows, const float* scales, const float* tokens, const float* bias) {
+  for (int64_t group = rows.first; group < rows.last; ++group)
+    for (int64_t r = 0; r < rows.packed.group_rows(group); ++r) {
+      float* at = rows.of(group) + r * kPanel;
+      const int64_t row = rows.packed.first_row(group) + r;
+      const Vector scale = all(scales[row]), start = all(bias ? bias[row] : 0.0f);
+      for (int i = 0; i < kPanel; i += kLanes) {
+        const Vector sum = (Vector)_mm512_cvtepi32_ps(_mm512_loadu_si512(at + i));
+        store(at + i, sum * (scale * load(tokens + i)) + start);
+      }
+    }
+}
+
+// Rounds [row][token] to the panel of the next layer; the scales of the tokens.
+void round_rows(const float* sums, int64_t rows, float* panel, float* scales) {
+  for (int i = 0; i < kPanel; i += kLanes) {
+    Vector most{};
+    for (int64_t row = 0; row < rows; ++row)
+      most = largest(most, magnitude(load(sums + row * kPanel + i)));
+    store(scales + i, most / 127.0f);
+    const Vector factor = most > 0.0f ? 127.0f / most : Vector{};
+    for (int64_t row = 0; row < rows; row += 4) {
+      __m512i word = _mm512_setzero_si512();
+      for (int j = 3; j >= 0; --j) {
+        const Vector x = row + j < rows ? load(sums + (row + j) * kPanel + i) * factor : Vector{};
+        const __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_set1_epi32(128));
+        word = _mm512_or_si512(_mm512_slli_epi32(word, 8), q);
+      }
+      _mm512_storeu_si512(panel + row / 4 * kPanel + i, word);
+    }
+  }
+}
+
+void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vectors,
+                   const int32_t* start) {
+  (block ? multiply_int8<false> : multiply_int8<true>)(rows, block, panel, vectors, start);
 }
 
 void linear_int8(const void* what, int64_t task) {
@@ -103,19 +145,20 @@ void linear_int8(const void* what, int64_t task) {
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t k = packed.inner_starts[block];
     take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel);
-    (block ? multiply_int8<false> : multiply_int8<true>)(rows, block, panel, vectors, job.start);
+    multiply_int8(rows, block, panel, vectors, job.start);
   }
-  for (int64_t group = rows.first; group < rows.last; ++group)
-    for (int64_t r = 0; r < packed.group_rows(group); ++r) {
-      float* at = rows.of(group) + r * kPanel;
-      const int64_t row = packed.first_row(group) + r;
-      const Vector scale = all(job.scales[row]), bias = all(job.bias ? job.bias[row] : 0.0f);
-      for (int i = 0; i < kPanel; i += kLanes) {
-        const Vector sum = (Vector)_mm512_cvtepi32_ps(_mm512_loadu_si512(at + i));
-        store(at + i, sum * (scale * load(scales + i)) + bias);
-      }
-    }
-  give_rows(job, rows, first, tokens, job.activation);
+  scale_sums(rows, job.scales, scales, job.bias);
+  if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
+  const int64_t middle = packed.header->rows;
+  activate(rows.sums, middle * kPanel, job.activation);
+  float* next_panel = scratch(2, (middle + 3) / 4 * kPanel);
+  round_rows(rows.sums, middle, next_panel, scales);
+  const Rows next(*job.then, 0, 1, 4);
+  for (int64_t block = 0; block < job.then->blocks(); ++block)
+    multiply_int8(next, block, next_panel + job.then->inner_starts[block] * kPanel, vectors,
+                  job.then_start);
+  scale_sums(next, job.then_scales, scales, job.then_bias);
+  give_rows(job, next, first, tokens, kNone);
 }
 
 }  // namespace

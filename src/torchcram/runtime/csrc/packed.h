@@ -1,13 +1,14 @@
 // How a sparse matrix lies in memory, and what the parts of the library share.
 //
 // Y[row, token] = sum over k of W[row, k] X[k, token]. Tokens come in panels of 64, which lie as
-// [k][64] floats. The inner dimension is cut into blocks so small that the panel of one stays in L1,
-// the rows into groups, which threads can share among themselves. Each (block, group) is a stream of
-// 16-bit numbers and one of values, read once from front to back.
+// [k][64] floats. The inner dimension is cut into blocks so small that the panel of one stays in
+// L1, the rows into groups, which threads can share among themselves. Each (block, group) is a
+// stream of 16-bit numbers and one of values, read once from front to back.
 //
 // Two forms of stream:
-//   pairs    two rows at a time, each with its own columns, as many for both (the shorter is filled
-//            with zeros; rows are paired by their counts): count, row, row, then (column, column)...
+//   pairs    two rows at a time, each with its own columns, as many for both (the shorter is
+//            filled with zeros; rows are paired by their counts):
+//            count, row, row, then (column, column)...
 //   patterns four neighbouring rows; columns sorted by which of the rows use them:
 //            15 counts, then the columns of pattern 15, 14, ... 1
 // A "column" is the offset in bytes of its 64 tokens in the panel.
@@ -36,8 +37,8 @@ struct Start {
   int64_t column, value;  // where the streams of a (block, group) begin, in elements
 };
 
-// A packed matrix: Header, starts of the blocks along k (blocks + 1, then the panel's bytes), Starts
-// (blocks * groups + 1), columns, values.
+// A packed matrix: Header, starts of the blocks along k (blocks + 1, then the panel's bytes),
+// Starts (blocks * groups + 1), columns, values.
 struct Packed {
   const Header* header;
   const int64_t* inner_starts;
@@ -60,8 +61,8 @@ struct Convolution {
       dilation_h, dilation_w, out_h, out_w;
 };
 
-// Where the pixels of 4 neighbouring outputs lie in a strip of one kernel row: outputs of one kernel
-// column are neighbours there, whatever the stride.
+// Where the pixels of 4 neighbouring outputs lie in a strip of one kernel row: outputs of one
+// kernel column are neighbours there, whatever the stride.
 struct Strip {
   int64_t slots = 0;
   int64_t slot_of[64];    // by kernel column
@@ -70,21 +71,31 @@ struct Strip {
 };
 
 struct Job {
-  const Packed* packed;
-  const Packed* then;     // a second Linear layer; may be null
-  const float* then_bias;
-  const float* input;
-  const float* bias;      // may be null
-  const float* residual;  // laid out as the output; may be null
-  float* output;
-  int activation;          // of the first layer
-  int64_t tokens, splits;  // splits: parts of the rows that run apart
-  const Convolution* shape;
-  const Strip* strip;
+  const Packed* packed = nullptr;
+  const float* input = nullptr;
+  const float* bias = nullptr;      // may be null
+  const float* residual = nullptr;  // laid out as the output; may be null
+  float* output = nullptr;
+  int activation = kNone;
+  int64_t splits = 1;  // parts of the rows that run apart
+  // Linear layers; there may be a second one, which gets the activations of the first.
+  int64_t tokens = 0;
+  const Packed* then = nullptr;
+  const float* then_bias = nullptr;
+  // Convolutions.
+  const Convolution* shape = nullptr;
+  const Strip* strip = nullptr;
   // For 8 bits: features of a token, what each row starts from, and its scale.
   int64_t inner = 0;
-  const int32_t* start = nullptr;
-  const float* scales = nullptr;
+  const int32_t *start = nullptr, *then_start = nullptr;
+  const float *scales = nullptr, *then_scales = nullptr;
+};
+
+// A Linear layer in 8 bits: the packed matrix, what each row starts from, its scale, its bias.
+struct Layer8 {
+  const void* packed;
+  const int32_t* start;
+  const float *scales, *bias;
 };
 
 typedef void (*Task)(const void* job, int64_t task);

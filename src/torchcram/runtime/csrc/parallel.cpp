@@ -1,7 +1,8 @@
 // Threads: those of the OpenMP runtime that torch uses, or a pool of our own where there is none.
 //
-// Two pools on the same cores would be in each other's way: OpenMP threads keep spinning for a while
-// after a parallel region. GNU OpenMP hangs in a forked child, so there our own pool takes over.
+// Two pools on the same cores would be in each other's way: OpenMP threads keep spinning for a
+// while after a parallel region. GNU OpenMP hangs in a forked child, so there our own pool takes
+// over.
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -113,7 +114,7 @@ void parallel(Task task, const void* job, int64_t count, int threads) {
 }
 
 float* scratch(int slot, size_t floats) {
-  static thread_local Memory memories[4];
+  static thread_local Memory memories[5];
   Memory& memory = memories[slot];
   if (memory.floats < floats) {
     free(memory.data);

@@ -20,7 +20,9 @@ typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
-TORCHCRAM_INLINE Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
+TORCHCRAM_INLINE Vector load(const float* from) {
+  return *reinterpret_cast<const Unaligned*>(from);
+}
 TORCHCRAM_INLINE void store(float* to, Vector v) { *reinterpret_cast<Unaligned*>(to) = v; }
 TORCHCRAM_INLINE Vector all(float value) { return Vector{} + value; }
 TORCHCRAM_INLINE Vector largest(Vector a, Vector b) { return a > b ? a : b; }

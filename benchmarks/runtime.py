@@ -1,0 +1,155 @@
+"""Sparse kernels on the CPU against dense torch, compiled torch and ONNX Runtime.
+
+    python benchmarks/runtime.py [--work linear bert resnet18 ...] [--rounds N] [--threads N]
+
+All ways to run a model take turns, round after round, so that whatever else the machine does falls
+on all alike. Ratios are of medians to dense torch, and in brackets of the fastest rounds. Weights
+are random; each layer has the same sparsity. Outputs are compared with those of dense layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from timing import machine
+from torch import Tensor, nn
+
+import torchcram
+from torchcram import runtime
+from torchcram.experiments.models.cifar import ResNet18
+
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
+Work = Callable[[], Tensor]
+
+
+class Encoder(nn.Module):
+    """BERT-base as Transformers has it; returns the last hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        self.bert = BertModel(BertConfig(), add_pooling_layer=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps token numbers to vectors."""
+        states: Tensor = self.bert(tokens).last_hidden_state
+        return states
+
+
+def with_statistics(model: nn.Module) -> nn.Module:
+    """Gives batch norms statistics as if they had seen data."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean = torch.randn(module.num_features) / 10
+            module.running_var = torch.rand(module.num_features) + 0.5
+    return model
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    """Random token numbers."""
+    return torch.randint(0, 30000, (batch, length))
+
+
+WORK: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "linear": lambda: (nn.Linear(768, 768), torch.randn(384, 768)),
+    "linear-wide": lambda: (nn.Linear(768, 3072), torch.randn(384, 768)),
+    "bert": lambda: (Encoder(), tokens(1, 384)),
+    "bert-16": lambda: (Encoder(), tokens(16, 128)),
+    "resnet18": lambda: (with_statistics(ResNet18()), torch.randn(1, 3, 32, 32)),
+    "resnet18-64": lambda: (with_statistics(ResNet18()), torch.randn(64, 3, 32, 32)),
+}
+
+
+def onnx_runtime(model: nn.Module, x: Tensor, threads: int) -> Work:
+    """Returns a call of the model in ONNX Runtime."""
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = Path(folder) / "model.onnx"
+        torch.onnx.export(model, (x,), str(path), dynamo=True, verbose=False)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+    given = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: torch.from_numpy(session.run(None, given)[0])
+
+
+def race(work: dict[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Returns the milliseconds of each, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(rounds + 2):
+        for name, call in work.items():
+            start = time.perf_counter()
+            call()
+            if turn > 1:
+                times[name].append(1000 * (time.perf_counter() - start))
+    return times
+
+
+def others(model: nn.Module, x: Tensor, threads: int) -> dict[str, Work]:
+    """Returns what sparse kernels are compared with."""
+    work: dict[str, Work] = {"torch": lambda: model(x)}
+    compiled = torch.compile(copy.deepcopy(model))
+    work["torch.compile"] = lambda: compiled(x)
+    try:
+        work["ONNX Runtime"] = onnx_runtime(copy.deepcopy(model), x, threads)
+    except ImportError:
+        print("  (no ONNX Runtime)")
+    return work
+
+
+def measure(name: str, sparsities: Sequence[float], rounds: int, *, compile_too: bool) -> None:
+    """Prints one line per way to run a model."""
+    torch.manual_seed(0)
+    model, x = WORK[name]()
+    model.eval().requires_grad_(False)
+    work = others(model, x, torch.get_num_threads())
+    errors = {}
+    for sparsity in sparsities:
+        pruned = torchcram.compress(model, f"uniform:{sparsity}")
+        fast = runtime.prepare(pruned, x)
+        expected = pruned(x)
+        key = f"torchcram {sparsity:.0%}"
+        errors[key] = float((fast(x) - expected).abs().max() / expected.abs().max())
+        work[key] = lambda fast=fast: fast(x)  # type: ignore[misc]
+        if compile_too:
+            compiled = torch.compile(fast)
+            work[f"{key}, compiled"] = lambda compiled=compiled: compiled(x)  # type: ignore[misc]
+    print(f"\n{name}, input {tuple(x.shape)}", flush=True)
+    times = race(work, rounds)
+    dense = times["torch"]
+    for key, each in times.items():
+        ratio = statistics.median(dense) / statistics.median(each)
+        line = f"  {key:<26}{statistics.median(each):>9.2f} ms{ratio:>7.2f}x"
+        line += f"  (fastest {min(each):.2f} ms, {min(dense) / min(each):.2f}x)"
+        print(line + (f"  error {errors[key]:.0e}" if key in errors else ""), flush=True)
+
+
+def main() -> None:
+    """Measures what is asked for."""
+    parser = argparse.ArgumentParser(description="Times sparse kernels on the CPU.")
+    parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
+    parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--compile", action="store_true", help="also compile around the kernels")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(machine(torch.device("cpu")))
+    for name in options.work:
+        measure(name, options.sparsity, options.rounds, compile_too=options.compile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Sparse products in 8 bits as operators of torch.
+
+`sparse_linear_int8` is one Linear layer, `sparse_feed_forward_int8` two with an activation between
+them. A layer is given as its packed matrix, what each row starts from, its scales, and its bias.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from torchcram.runtime.library import kernels
+from torchcram.runtime.ops import ACTIVATIONS, operators, pointer, require_floats
+
+_LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
+operators.define(
+    f"sparse_linear_int8(Tensor x, {_LAYER.format('')}, Tensor? residual, int features, "
+    "str activation) -> Tensor"
+)
+operators.define(
+    f"sparse_feed_forward_int8(Tensor x, {_LAYER.format('')}, {_LAYER.format('then_')}, "
+    "Tensor? residual, int features, str activation) -> Tensor"
+)
+
+
+def _layer(
+    packed: Tensor, start: Tensor, scales: Tensor, bias: Tensor | None
+) -> ctypes.Array[ctypes.c_void_p]:
+    tensors = (packed, start, scales, bias)
+    return (ctypes.c_void_p * 4)(*map(pointer, tensors))
+
+
+def _run(
+    x: Tensor,
+    first: ctypes.Array[ctypes.c_void_p],
+    second: ctypes.Array[ctypes.c_void_p] | None,
+    *,
+    residual: Tensor | None,
+    features: int,
+    activation: str,
+) -> Tensor:
+    require_floats(x)
+    x = x.contiguous()
+    inner = x.shape[-1]
+    y = x.new_empty((*x.shape[:-1], features))
+    if residual is not None:
+        residual = residual.expand(y.shape).contiguous()
+    good = x.numel() == 0 or kernels().torchcram_linear_int8(
+        x.data_ptr(),
+        x.numel() // inner,
+        inner,
+        features,
+        first,
+        ACTIVATIONS.index(activation),
+        second,
+        pointer(residual),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if not good:
+        raise ValueError(
+            f"no kernel for 8 bits here, or the packed matrix does not map {inner} features to "
+            f"{features}"
+        )
+    return y
+
+
+def _sparse_linear_int8(
+    x: Tensor,
+    packed: Tensor,
+    start: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    features: int,
+    activation: str,
+) -> Tensor:
+    layer = _layer(packed, start, scales, bias)
+    return _run(x, layer, None, residual=residual, features=features, activation=activation)
+
+
+def _sparse_feed_forward_int8(
+    x: Tensor,
+    packed: Tensor,
+    start: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    then_packed: Tensor,
+    then_start: Tensor,
+    then_scales: Tensor,
+    then_bias: Tensor | None,
+    residual: Tensor | None,
+    features: int,
+    activation: str,
+) -> Tensor:
+    first = _layer(packed, start, scales, bias)
+    second = _layer(then_packed, then_start, then_scales, then_bias)
+    return _run(x, first, second, residual=residual, features=features, activation=activation)
+
+
+def _shape(x: Tensor, *rest: object) -> Tensor:
+    features = rest[-2]
+    assert isinstance(features, int)  # noqa: S101
+    return x.new_empty((*x.shape[:-1], features))
+
+
+operators.impl("sparse_linear_int8", _sparse_linear_int8, "CPU")
+operators.impl("sparse_feed_forward_int8", _sparse_feed_forward_int8, "CPU")
+torch.library.register_fake("torchcram::sparse_linear_int8", _shape, lib=operators)
+torch.library.register_fake("torchcram::sparse_feed_forward_int8", _shape, lib=operators)
