@@ -32,6 +32,7 @@ class Mixed(nn.Module):
 @pytest.mark.usefixtures("sparse_wins")
 def test_the_report_says_what_was_done_and_why():
     model = Mixed()
+    torchcram.compress_(model, "uniform:0.5", weights={"used.weight": model.used.weight})
     done = {
         choice.name: choice
         for choice in runtime.report(prepare(model, torch.randn(3, 8), fuse=False))
@@ -43,7 +44,7 @@ def test_the_report_says_what_was_done_and_why():
     assert "2 groups" in done["grouped"].reason
     assert "padding is 'same'" in done["same"].reason
     assert sum(choice.sparse for choice in done.values()) == 1
-    assert str(done["used"]).startswith("used (Linear, 0.0% zeros): sparse, ")
+    assert str(done["used"]).startswith("used (Linear, 50.0% zeros): sparse, ")
     with pytest.raises(ValueError, match="does not come from"):
         runtime.report(nn.Linear(2, 2))
 
@@ -51,7 +52,7 @@ def test_the_report_says_what_was_done_and_why():
 @needs_kernels
 def test_a_layer_that_gets_slower_stays_dense(monkeypatch):
     monkeypatch.setattr(layers, "_race", lambda work: dict.fromkeys(work, 2.0) | {"dense": 1.0})
-    fast = prepare(nn.Sequential(nn.Linear(8, 8)), torch.randn(3, 8))
+    fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
     assert not any(isinstance(m, SparseLinear) for m in fast.modules())
     (choice,) = runtime.report(fast)
     assert not choice.sparse
@@ -69,10 +70,29 @@ def test_a_model_of_one_layer(example):
 
 
 @needs_kernels
-def test_measuring_finds_the_faster_one():
-    big = nn.Linear(512, 512)
-    times = layers._measure(sparse_model(nn.Sequential(big), "uniform:0.98")[0], (256, 512))
-    assert times["sparse"] < times["dense"]
+@pytest.mark.parametrize(("dense_ms", "pays"), [(1.0, False), (1.04, False), (1.06, True)])
+def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
+    monkeypatch.setattr(
+        layers, "_race", lambda work: dict.fromkeys(work, 1.0) | {"dense": dense_ms}
+    )
+    fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
+    assert runtime.report(fast)[0].sparse == pays
+
+
+@needs_kernels
+def test_a_dense_layer_is_not_measured():
+    fast = prepare(nn.Sequential(nn.Linear(8, 8)), torch.randn(3, 8))
+    (choice,) = runtime.report(fast)
+    assert not choice.sparse
+    assert choice.reason == "fewer than 30% zeros"
+
+
+@needs_kernels
+def test_all_ways_to_run_a_layer_are_measured():
+    layer = sparse_model(nn.Sequential(nn.Linear(16, 16)))[0]
+    times = layers._measure(layer, (4, 16))
+    assert set(times) == {"dense", "sparse"}
+    assert all(0 < time < float("inf") for time in times.values())
 
 
 @needs_kernels

@@ -21,6 +21,8 @@ Races = dict[str, dict[str, float]]
 """The milliseconds of each way to run a layer, by its description."""
 
 _RULE = {"Linear": 0.6, "Conv2d": 0.7}  # sparsity from which they pay, where nothing is measured
+_LEAST = 0.3  # sparsity below which nothing is measured: there is nothing to gain
+_MARGIN = 1.05  # a layer alone may win by less and lose among others
 _ROUNDS, _SECONDS = 15, 0.2  # of measuring one layer, at most
 _MANY_IMAGES = 9  # from here on their panels may pay
 
@@ -123,6 +125,8 @@ def by_measure(
         int8: whether 8 bits are allowed.
     """
     kind, sparsity = type(layer).__name__, sparsity_of(layer)
+    if sparsity < _LEAST and not int8:
+        return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
     alike = f"{layer} {shape} {sparsity:.2f}"
     if alike not in races:
         races[alike] = _measure(layer, shape, int8=int8)
@@ -131,7 +135,7 @@ def by_measure(
     best = min(times, key=times.__getitem__)
     if times.get("int8", float("inf")) < 1.1 * times[best]:
         best = "int8"  # neighbours that compute alike can be fused
-    pays = times[best] < dense_ms
+    pays = _MARGIN * times[best] < dense_ms
     what = f"{dense_ms / times[best]:.2f} times as fast as dense on {'x'.join(map(str, shape))}"
     choice = Choice(name, kind, sparsity, pays, what, dense_ms, times[best])
     new = sparse_version(layer, by_images=best == "by_images", int8=best == "int8")
