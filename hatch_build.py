@@ -14,7 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-RUNTIME = Path("src") / "torchcram" / "runtime"
+NATIVE = Path("src") / "torchcram" / "native"
 
 
 class KernelsBuildHook(BuildHookInterface):
@@ -27,7 +27,7 @@ class KernelsBuildHook(BuildHookInterface):
         wish = os.environ.get("TORCHCRAM_KERNELS", "")
         if self.target_name != "wheel" or wish == "none":
             return
-        tools = runpy.run_path(str(Path(self.root) / RUNTIME / "compiling.py"))
+        tools = runpy.run_path(str(Path(self.root) / NATIVE / "compiling.py"))
         try:
             library: Path = tools["build"]()
         except RuntimeError as error:
@@ -35,7 +35,7 @@ class KernelsBuildHook(BuildHookInterface):
                 raise
             self.app.display_warning(f"the wheel gets no kernels: {error}")
             return
-        build_data["artifacts"].append(f"/{RUNTIME.as_posix()}/{library.name}")
+        build_data["artifacts"].append(f"/{NATIVE.as_posix()}/{library.name}")
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"

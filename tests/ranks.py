@@ -1,6 +1,7 @@
 """Runs a function in several processes that talk to one another, as torchrun would."""
 
 import os
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -26,7 +27,7 @@ def run_ranks(count, function, *arguments, seconds=200):
     ended = multiprocessing.get_context("spawn").Value("i", 0)
     with tempfile.TemporaryDirectory() as folder:
         passed = (count, folder, ended, function, arguments)
-        running = multiprocessing.spawn(_begin, passed, nprocs=count, join=False)
+        running = multiprocessing.spawn(_begin_and_leave, passed, nprocs=count, join=False)
         _wait(running.processes, seconds, lambda left: running.join(timeout=left))
     return ended.value
 
@@ -74,6 +75,17 @@ def _begin(rank, count, folder, ended, function, arguments):
             ended.value += 1
     finally:
         dist.destroy_process_group()
+
+
+def _begin_and_leave(*arguments):
+    """Ends the process at once where all went well.
+
+    While Python is taken down, threads of torch's process groups have been seen to abort it.
+    """
+    _begin(*arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _tell(rank, count, folder, ended, function, arguments):

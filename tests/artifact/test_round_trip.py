@@ -8,6 +8,7 @@ from nets import OPERATORS, ConvNet
 from torch import nn
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK, artifact, compress_
+from torchcram.artifact import places
 from torchcram.artifact.integers import same_bits
 from torchcram.layers import LayerWeights
 
@@ -232,3 +233,14 @@ def test_those_who_may_read_the_folder_may_read_the_file(tmp_path):
     tmp_path.chmod(0o750)
     artifact.save(tmp_path / "model.safetensors", nn.Linear(4, 4))
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS, *MORE], ids=str)
+def test_a_machine_without_the_library_reads_the_same(tmp_path, monkeypatch, operator):
+    model, path = ConvNet(), tmp_path / "model.safetensors"
+    compress_(model, operator)
+    artifact.save(path, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "expand_", lambda *_: False)
+        same(artifact.load(path), model.state_dict())
+    same(artifact.load(path), model.state_dict())

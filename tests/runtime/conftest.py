@@ -1,19 +1,9 @@
-"""The kernels, built anew where their sources have changed."""
+"""Fixtures of the kernels."""
 
 import pytest
 
+from torchcram.native.library import LEVELS, level, use_level
 from torchcram.runtime import layers
-from torchcram.runtime.compiling import LIBRARY, SOURCES, build, compiler
-from torchcram.runtime.library import LEVELS, level, use_level
-
-
-def _stale():
-    newest = max(file.stat().st_mtime for file in SOURCES.iterdir())
-    return not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest
-
-
-if compiler() and _stale():
-    build()
 
 
 @pytest.fixture(params=LEVELS)

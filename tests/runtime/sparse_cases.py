@@ -1,10 +1,8 @@
 """Sparse weights and comparisons that the tests of the runtime share."""
 
-import pytest
 import torch
 
 import torchcram
-from torchcram.runtime.compiling import LIBRARY
 
 
 def sparse_weight(*shape, sparsity=0.7):
@@ -19,6 +17,3 @@ def relative_error(found, expected):
     """The largest difference, as a part of the largest expected value."""
     scale = expected.abs().max().clamp(min=1e-30)
     return ((found.double() - expected.double()).abs().max() / scale).item()
-
-
-needs_kernels = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler")

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from sparse_cases import needs_kernels, relative_error, sparse_model
+from native_library import needs_kernels
+from sparse_cases import relative_error, sparse_model
 from torch import nn
 
 from torchcram.experiments.models.small import BasicBlock

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from sparse_cases import needs_kernels, relative_error, sparse_weight
+from native_library import needs_kernels
+from sparse_cases import relative_error, sparse_weight
 from torch import nn
 from torch.nn import functional
 
 import torchcram
-from torchcram.runtime import library, prepare
+from torchcram.native import library
+from torchcram.runtime import prepare
 from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
 
 pytestmark = [

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_cases import needs_kernels, relative_error, sparse_weight
+from native_library import needs_kernels
+from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseFeedForward, SparseLinear

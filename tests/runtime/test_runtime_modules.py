@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 import torch
-from sparse_cases import needs_kernels, relative_error, sparse_weight
+from native_library import needs_kernels
+from sparse_cases import relative_error, sparse_weight
 from torch import nn
 
 from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear

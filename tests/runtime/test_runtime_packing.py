@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_cases import needs_kernels, sparse_weight
+from native_library import needs_kernels
+from sparse_cases import sparse_weight
 
 from torchcram.runtime import ops  # noqa: F401  registers the operators
 from torchcram.runtime.packing import (

@@ -4,12 +4,14 @@ import warnings
 
 import pytest
 import torch
-from sparse_cases import needs_kernels, relative_error, sparse_model
+from native_library import needs_kernels
+from sparse_cases import relative_error, sparse_model
 from torch import nn
 
 import torchcram
 from torchcram import runtime
-from torchcram.runtime import layers, library, prepare
+from torchcram.native import library
+from torchcram.runtime import layers, prepare
 from torchcram.runtime.modules import SparseConv2d, SparseLinear
 
 
@@ -116,9 +118,14 @@ def test_a_shared_layer_stays_shared():
     assert relative_error(fast(x), model(x)) < 1e-6
 
 
+def forget():
+    library.find.cache_clear()
+    library.library.cache_clear()
+
+
 def test_without_the_library_everything_is_dense_and_said_once(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
-    library.library.cache_clear()
+    forget()
     try:
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(3, 8)
         with pytest.warns(UserWarning, match="python -m torchcram.runtime.build"):
@@ -132,4 +139,4 @@ def test_without_the_library_everything_is_dense_and_said_once(monkeypatch, tmp_
         with pytest.raises(RuntimeError, match="have not been built"):
             library.kernels()
     finally:
-        library.library.cache_clear()
+        forget()

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from sparse_cases import needs_kernels, relative_error, sparse_weight
+from native_library import needs_kernels
+from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
-from torchcram.runtime import library
+from torchcram.native import library
 from torchcram.runtime.modules import SparseLinear
 
 pytestmark = needs_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchcram.artifact.bits import CHUNK, pack, packed_size, unpack_some
+from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
 from torchcram.artifact.encoding import index_width
 from torchcram.artifact.integers import as_integers
+from torchcram.native.expand import expand_
 
 Array = npt.NDArray[np.bool_]
 
@@ -59,26 +61,27 @@ def place_by_mask_(out: Tensor, bits: Tensor, values: Values) -> Tensor:
     used = 0
     for start in range(0, len(out), CHUNK):
         into = out[start : start + CHUNK]
-        some = bits[start // 8 : packed_size(start + len(into), 1)].numpy()
-        kept = np.unpackbits(some, count=len(into), bitorder="little")
-        used = _place(into, kept.view(np.bool_), values, used=used)
+        some = bits[start // 8 : packed_size(start + len(into), 1)]
+        after = used + count_kept(some, len(into))
+        if after > values.count:
+            raise ValueError(f"it has only {values.count} values for its places")
+        _place(into, some, values.read(slice(used, after)))
+        used = after
     if used != values.count:
         raise ValueError(f"it has {values.count} values for {used} places")
     return out
 
 
-def _place(into: Tensor, kept: Array, values: Values, *, used: int) -> int:
-    """Fills the kept places with values from `used` on; returns how many are used then.
+def _place(into: Tensor, bits: Tensor, values: Tensor) -> None:
+    """Fills the places that some bits keep, and the others with zeros.
 
     Of what numpy finds more than a tenth of, it finds without a branch: hence the ones at the end.
     """
+    if expand_(into, bits, values):
+        return
+    kept = np.unpackbits(bits.numpy(), count=len(into), bitorder="little").view(np.bool_)
     ones = len(kept) // 8 + 1
-    places = np.flatnonzero(np.concatenate((kept, np.ones(ones, np.bool_))))[:-ones]
-    after = used + len(places)
-    if after > values.count:
-        raise ValueError(f"it has only {values.count} values for its places")
-    _put(into, places, values.read(slice(used, after)))
-    return after
+    _put(into, np.flatnonzero(np.concatenate((kept, np.ones(ones, np.bool_))))[:-ones], values)
 
 
 def fill_up(kept: Tensor, keep: int, group: int) -> Tensor:
@@ -114,14 +117,37 @@ def place_by_indices_(
     step = max(1, CHUNK // group // 8) * 8  # groups at a time, whole bytes of indices
     groups = len(out) // group
     starts = torch.arange(min(step, groups) * keep).div_(keep, rounding_mode="floor").mul_(group)
+    masks = _masks_of_indices(keep, group)
     for first in range(0, groups, step):
         into = out[first * group : (first + step) * group]
         some = slice(first * keep, min(first + step, groups) * keep)
+        if masks is not None:
+            packed = indices[some.start * width // 8 : packed_size(some.stop, width)]
+            if expand_(into, look_up(masks, packed), values.read(some)):
+                continue
         places = unpack_some(indices, width, some.start, count=some.stop - some.start)
         if group < 1 << width and int(places.max()) >= group:
             raise ValueError(f"a place is not in its group of {group}")
         _put(into, places.long().add_(starts[: len(places)]).numpy(), values.read(some))
     return out
+
+
+@functools.cache
+def _masks_of_indices(keep: int, group: int) -> Tensor | None:
+    """Returns the bits of the mask that every byte of indices stands for: (256, bytes).
+
+    None where a byte holds no whole number of groups, these no whole number of bytes, or indices
+    could be out of their group.
+    """
+    width = index_width(group)
+    groups, rest = divmod(8, keep * width)
+    if rest or groups * group % 8 or group != 1 << width:
+        return None
+    places = unpack(torch.arange(256).to(torch.uint8), width, 256 * groups * keep)
+    starts = torch.arange(groups).mul(group).repeat_interleave(keep)
+    kept = torch.zeros(256, groups * group, dtype=torch.uint8)
+    kept.scatter_(1, places.view(256, -1) + starts, 1)
+    return pack(kept.flatten(), 1).view(256, -1)
 
 
 def _put(into: Tensor, places: npt.NDArray[np.int64], values: Tensor) -> None:

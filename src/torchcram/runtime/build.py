@@ -2,7 +2,7 @@
 
 import sys
 
-from torchcram.runtime.compiling import build
+from torchcram.native.compiling import build
 
 if __name__ == "__main__":
     sys.stdout.write(f"{build()}\n")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchcram.native.library import has_int8
 from torchcram.runtime.layers import (
     Choice,
     Races,
@@ -16,7 +17,6 @@ from torchcram.runtime.layers import (
     obstacle,
     sparsity_of,
 )
-from torchcram.runtime.library import has_int8
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a model is called with: a tensor, arguments, or keyword arguments."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchcram.runtime.library import kernels
+from torchcram.native.library import kernels
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchcram.runtime.library import kernels
+from torchcram.native.library import kernels
 from torchcram.runtime.ops import operators, pointer, require_floats
 from torchcram.runtime.packing import Geometry, described
 

@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from torchcram.runtime.library import kernels
+from torchcram.native.library import kernels
 from torchcram.runtime.ops import ACTIVATIONS, operators, pointer, require_floats
 
 _LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchcram.runtime.library import kernels
+from torchcram.native.library import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
+from torchcram.native.library import available
 from torchcram.runtime.encoders import fuse_encoder_
 from torchcram.runtime.exchange import Inputs, call, exchange_layers_, input_shapes, left
 from torchcram.runtime.fuse import as_graph, fuse_tails_, outputs_close
 from torchcram.runtime.layers import Choice, candidates
-from torchcram.runtime.library import available
 from torchcram.runtime.modules import SparseConv2d
 
 _CLOSE, _CLOSE_INT8 = 1e-4, 0.2  # to the largest output: rounding, no more

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sparse_cases import needs_kernels
+from native_library import needs_kernels
 
-from torchcram.runtime import compiling
+from torchcram.native import compiling
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def test_a_wheel_with_kernels_is_for_one_platform(hook, monkeypatch):
     monkeypatch.setattr(runpy, "run_path", lambda _: {"build": lambda: library})
     data = {"artifacts": []}
     hook.initialize("standard", data)
-    assert data["artifacts"] == ["/src/torchcram/runtime/libtorchcram_runtime.so"]
+    assert data["artifacts"] == ["/src/torchcram/native/libtorchcram.so"]
     assert data["tag"].startswith("py3-none-")
     assert data["pure_python"] is False
 

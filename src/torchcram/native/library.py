@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from torchcram.runtime.compiling import LIBRARY
+from torchcram.native.compiling import LIBRARY
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _FUNCTIONS = {
@@ -17,6 +17,7 @@ _FUNCTIONS = {
     "use_level": (_INT, [_INT]),
     "use_openmp": (None, [_POINTER]),
     "check": (_INT, [_POINTER, _LONG]),
+    "expand": (_LONG, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER]),
     "pack_linear": (_LONG, [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG]),
     "pack_images": (_LONG, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG]),
     "linear": (
@@ -41,22 +42,29 @@ LEVELS = ("portable", "avx2", "avx512")
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Returns the kernels, or None, with one warning, where they have not been built."""
+def find() -> ctypes.CDLL | None:
+    """Returns the library, or None where it has not been built."""
     try:
         found = ctypes.CDLL(str(LIBRARY))
-    except OSError:
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(found, f"torchcram_{name}")
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError):  # the latter of a library of another version
+        return None
+    found.torchcram_use_openmp(_openmp_of_torch())
+    return found
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Returns the library, or None, with one warning, where it has not been built."""
+    if find() is None:
         warnings.warn(
             "torchcram.runtime runs dense: its kernels have not been built for this machine. "
             "With a C++ compiler, `python -m torchcram.runtime.build` builds them.",
             stacklevel=2,
         )
-        return None
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(found, f"torchcram_{name}")
-        function.restype, function.argtypes = result, arguments
-    found.torchcram_use_openmp(_openmp_of_torch())
-    return found
+    return find()
 
 
 def kernels() -> ctypes.CDLL:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
-LIBRARY = HERE / "libtorchcram_runtime.so"
+LIBRARY = HERE / "libtorchcram.so"
 
+_UNITS = ("api", "check", "expand", "pack", "parallel")  # for every machine alike
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
 _LEVELS = {
@@ -43,7 +44,7 @@ def build(target: Path = LIBRARY) -> Path:
         raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
     x86 = platform.machine() in ("x86_64", "AMD64")
     units: list[tuple[Path, str, list[str]]] = [
-        (SOURCES / f"{name}.cpp", name, []) for name in ("api", "check", "pack", "parallel")
+        (SOURCES / f"{name}.cpp", name, []) for name in _UNITS
     ]
     for level, flags in _LEVELS.items():
         if x86 or level == "portable":

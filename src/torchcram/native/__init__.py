@@ -1,0 +1,1 @@
+"""What is written in C++: compiled with the package where there is a compiler."""
