@@ -1,5 +1,6 @@
 """prepare(): which layers are exchanged, and why others are not."""
 
+import importlib
 import warnings
 
 import pytest
@@ -13,6 +14,8 @@ from torchcram import runtime
 from torchcram.native import library
 from torchcram.runtime import layers, prepare
 from torchcram.runtime.modules import SparseConv2d, SparseLinear
+
+prepare_module = importlib.import_module("torchcram.runtime.prepare")
 
 
 class Mixed(nn.Module):
@@ -79,6 +82,20 @@ def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
     )
     fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
     assert runtime.report(fast)[0].sparse == pays
+
+
+@needs_kernels
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_model_that_gets_slower_as_a_whole_stays_dense(monkeypatch, fuse):
+    monkeypatch.setattr(layers, "_race", lambda work: {key: -i for i, key in enumerate(work)})
+    monkeypatch.setattr(prepare_module, "is_faster", lambda *_: False)
+    model, x = sparse_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), torch.randn(3, 8)
+    fast = prepare(model, x, fuse=fuse)
+    assert not any(isinstance(m, SparseLinear) for m in fast.modules())
+    assert torch.equal(fast(x), model(x))
+    (choice,) = runtime.report(fast)
+    assert not choice.sparse
+    assert choice.reason.endswith("but the model as a whole is not faster")
 
 
 @needs_kernels

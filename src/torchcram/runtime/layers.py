@@ -157,6 +157,12 @@ def _measure(layer: nn.Module, shape: tuple[int, ...], *, int8: bool = False) ->
         return _race(work)
 
 
+def is_faster(dense: Callable[[], object], other: Callable[[], object]) -> bool:
+    """Returns whether the other of two ways to run a model takes less time."""
+    times = _race({"dense": dense, "sparse": other})
+    return times["sparse"] < times["dense"]
+
+
 def _race(work: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Returns the least time of each in milliseconds; they take turns."""
     best = dict.fromkeys(work, float("inf"))

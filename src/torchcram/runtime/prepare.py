@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,7 +15,7 @@ from torchcram.native.library import available
 from torchcram.runtime.encoders import fuse_encoder_
 from torchcram.runtime.exchange import Inputs, call, exchange_layers_, input_shapes, left
 from torchcram.runtime.fuse import as_graph, fuse_tails_, outputs_close
-from torchcram.runtime.layers import Choice, candidates
+from torchcram.runtime.layers import Choice, candidates, is_faster
 from torchcram.runtime.modules import SparseConv2d
 
 _CLOSE, _CLOSE_INT8 = 1e-4, 0.2  # to the largest output: rounding, no more
@@ -31,8 +32,9 @@ def prepare(
     """Returns a copy of `model` in eval mode that runs fast on the CPU where its weights are zero.
 
     Linear and Conv2d layers get sparse kernels where it pays. With an example that is measured on
-    the shapes in use; without one a rule decides, by the number of zeros. `report` says what became
-    of each layer. Where the kernels have not been built, all layers stay dense.
+    the shapes in use, of each layer and then of the model as a whole, which stays dense if it does
+    not get faster; without one a rule decides, by the number of zeros. `report` says what became of
+    each layer. Where the kernels have not been built, all layers stay dense.
 
     With an example, a model that `torch.fx` can trace is also fused: batch norms are folded into
     convolutions, and sparse layers do the activation and the addition that follow them. The outputs
@@ -61,14 +63,22 @@ def prepare(
             relative = _CLOSE_INT8 if int8 else _CLOSE
             return outputs_close(expected, call(other, example_inputs), relative)
 
+        def pays(other: nn.Module) -> bool:
+            return is_faster(
+                partial(call, dense, example_inputs), partial(call, other, example_inputs)
+            )
+
+        dense = copy.deepcopy(fast)
         graph = as_graph(copy.deepcopy(fast)) if fuse else None
         fused = None if graph is None else _fused(graph, example_inputs, int8=int8)
-        if fused is not None and agrees(fused):
+        if fused is not None and agrees(fused) and pays(fused):
             return fused
         choices = exchange_layers_(fast, input_shapes(fast, example_inputs), int8=int8)
         encoder = copy.deepcopy(fast)
         if fuse and fuse_encoder_(encoder) and agrees(encoder):
             fast = encoder
+        if any(choice.sparse for choice in choices) and not pays(fast):
+            return _with_report(dense, [_lost(choice) for choice in choices])
         return _with_report(fast, choices)
 
 
@@ -124,6 +134,12 @@ def _fused(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Module |
         fast = InParts(graph, images)
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
     return _with_report(fast.eval(), choices)
+
+
+def _lost(choice: Choice) -> Choice:
+    """Returns what is said of a layer where the model as a whole is faster dense."""
+    reason = f"{choice.reason}, but the model as a whole is not faster"
+    return replace(choice, sparse=False, reason=reason) if choice.sparse else choice
 
 
 def _with_report(model: nn.Module, choices: list[Choice]) -> nn.Module:
