@@ -111,3 +111,15 @@ def test_compiled_it_computes_the_same():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert relative_error(compiled(x), model(x)) < 1e-6
         assert relative_error(compiled(x[:1]), model(x[:1])) < 1e-6
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+def test_what_is_added_is_read_in_its_own_shape_and_type(by_images):
+    x = torch.randn(4, 3, 6, 6)
+    conv = SparseConv2d(sparse_weight(6, 3, 3, 3), None, Geometry((3, 3)), by_images=by_images)
+    shift = torch.randn(6, 1, 1)
+    torch.testing.assert_close(conv(x, shift), conv(x) + shift)
+    for layer, given in ((conv, x), (linear(), torch.randn(5, 20))):
+        short = torch.zeros(1, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"float32, not torch\.bfloat16"):
+            layer(given, short)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,7 @@ def _copied(metric: Metric | MetricCollection) -> Metric | MetricCollection:
     return copy.deepcopy(metric, detached)
 
 
-class LetsGo(Callback):
+class LetsGo(Callback, ABC):
     """A callback that keeps things for a fit only, whether that ends or is broken off."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -146,6 +147,6 @@ class LetsGo(Callback):
         """Lets go of them."""
         self.let_go()
 
+    @abstractmethod
     def let_go(self) -> None:
         """Drops what was kept."""
-        raise NotImplementedError

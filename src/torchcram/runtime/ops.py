@@ -6,10 +6,15 @@ Here are those of Linear layers; `torch.ops.torchcram` has them. The modules in
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from torchcram.native.library import kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
@@ -32,28 +37,13 @@ def _sparse_linear(
     features: int,
     activation: str,
 ) -> Tensor:
-    require_floats(x)
-    x = x.contiguous()
-    inner = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], features))
-    tokens = x.numel() // inner if inner else 0
-    if residual is not None:
-        residual = residual.expand(y.shape).contiguous()
-    good = tokens == 0 or kernels().torchcram_linear(
-        x.data_ptr(),
-        tokens,
-        inner,
-        features,
-        packed.data_ptr(),
-        pointer(bias),
-        pointer(residual),
-        ACTIVATIONS.index(activation),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if not good:
-        raise ValueError(f"the packed matrix does not map {inner} features to {features}")
-    return y
+    def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
+        return kernels().torchcram_linear(  # type: ignore[no-any-return]
+            *(x, tokens, inner, features, packed.data_ptr(), pointer(bias), more),
+            *(ACTIVATIONS.index(activation), y, torch.get_num_threads()),
+        )
+
+    return on_tokens(run, x, residual, features=features)
 
 
 def _sparse_feed_forward(
@@ -66,29 +56,14 @@ def _sparse_feed_forward(
     residual: Tensor | None,
     features: int,
 ) -> Tensor:
-    require_floats(x)
-    x = x.contiguous()
-    inner = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], features))
-    if residual is not None:
-        residual = residual.expand(y.shape).contiguous()
-    good = x.numel() == 0 or kernels().torchcram_feed_forward(
-        x.data_ptr(),
-        x.numel() // inner,
-        inner,
-        features,
-        packed.data_ptr(),
-        pointer(bias),
-        ACTIVATIONS.index(activation),
-        then.data_ptr(),
-        pointer(then_bias),
-        pointer(residual),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if not good:
-        raise ValueError(f"the packed matrices do not map {inner} features to {features}")
-    return y
+    def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
+        return kernels().torchcram_feed_forward(  # type: ignore[no-any-return]
+            *(x, tokens, inner, features, packed.data_ptr(), pointer(bias)),
+            *(ACTIVATIONS.index(activation), then.data_ptr(), pointer(then_bias), more),
+            *(y, torch.get_num_threads()),
+        )
+
+    return on_tokens(run, x, residual, features=features)
 
 
 def _sparse_linear_shape(
@@ -113,6 +88,47 @@ def _sparse_feed_forward_shape(
     features: int,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
+
+
+def on_tokens(
+    run: Callable[[int, int, int, int | None, int], int],
+    x: Tensor,
+    residual: Tensor | None,
+    *,
+    features: int,
+) -> Tensor:
+    """Runs a kernel that maps the last dimension of `x` to so many features.
+
+    Args:
+        run: given where the tokens are, how many, of how many features, where the residual is, and
+            where the outputs go; returns 0 where the packed matrix is not one for that.
+        x: any number of dimensions.
+        residual: what is added to the outputs.
+        features: of the outputs.
+    """
+    require_floats(x)
+    x = x.contiguous()
+    inner = x.shape[-1]
+    y = x.new_empty((*x.shape[:-1], features))
+    residual = None if residual is None else as_large_as(y, residual).contiguous()
+    if x.numel() and not run(
+        x.data_ptr(), x.numel() // inner, inner, pointer(residual), y.data_ptr()
+    ):
+        raise ValueError(
+            f"the packed matrix does not map {inner} features to {features}, or there is no kernel "
+            "for it here"
+        )
+    return y
+
+
+def as_large_as(y: Tensor, residual: Tensor) -> Tensor:
+    """Returns a residual in the shape of the outputs `y`.
+
+    Raises:
+        ValueError: if it is not float32.
+    """
+    require_floats(residual)
+    return residual.expand(y.shape)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchcram.native.library import kernels
-from torchcram.runtime.ops import operators, pointer, require_floats
+from torchcram.runtime.ops import as_large_as, operators, pointer, require_floats
 from torchcram.runtime.packing import Geometry, described
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _sparse_conv2d(
     shape = _geometry(geometry)
     batch, channels, height, width = x.shape
     y = _empty_output(x, shape, features, by_images)
-    residual = _laid_out(residual, by_images)
+    residual = _laid_out(residual, y, by_images)
     padded = height, width
     if by_images:
         x = x.permute(_INNERMOST).contiguous()
@@ -97,9 +97,10 @@ def _empty_output(x: Tensor, shape: Geometry, features: int, by_images: bool) ->
     return x.new_empty([size[i] for i in _INNERMOST]).permute(_BACK)
 
 
-def _laid_out(residual: Tensor | None, by_images: bool) -> Tensor | None:
+def _laid_out(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
     if residual is None:
         return None
+    residual = as_large_as(y, residual)
     return residual.permute(_INNERMOST).contiguous() if by_images else residual.contiguous()
 
 

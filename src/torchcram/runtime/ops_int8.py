@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchcram.native.library import kernels
-from torchcram.runtime.ops import ACTIVATIONS, operators, pointer, require_floats
+from torchcram.runtime.ops import ACTIVATIONS, on_tokens, operators, pointer
 
 _LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
 operators.define(
@@ -41,30 +41,13 @@ def _run(
     features: int,
     activation: str,
 ) -> Tensor:
-    require_floats(x)
-    x = x.contiguous()
-    inner = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], features))
-    if residual is not None:
-        residual = residual.expand(y.shape).contiguous()
-    good = x.numel() == 0 or kernels().torchcram_linear_int8(
-        x.data_ptr(),
-        x.numel() // inner,
-        inner,
-        features,
-        first,
-        ACTIVATIONS.index(activation),
-        second,
-        pointer(residual),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
-    if not good:
-        raise ValueError(
-            f"no kernel for 8 bits here, or the packed matrix does not map {inner} features to "
-            f"{features}"
+    def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
+        return kernels().torchcram_linear_int8(  # type: ignore[no-any-return]
+            *(x, tokens, inner, features, first, ACTIVATIONS.index(activation), second, more),
+            *(y, torch.get_num_threads()),
         )
-    return y
+
+    return on_tokens(run, x, residual, features=features)
 
 
 def _sparse_linear_int8(
