@@ -10,7 +10,16 @@ import typer
 
 from torchcram.cli.app import app
 from torchcram.cli.errors import errors_in_a_line
-from torchcram.cli.options import DATA, DataFolder, DeviceName, Download, find_device, load
+from torchcram.cli.options import (
+    DATA,
+    DataFolder,
+    DeviceName,
+    Download,
+    ResultFile,
+    Targets,
+    find_device,
+    load,
+)
 
 BATCHES = (1, 16)
 
@@ -21,14 +30,7 @@ def bench(
         Path,
         typer.Argument(metavar="RUN_OR_FILE", help="Folder of a finished run, or a compact file."),
     ],
-    to: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OP",
-            show_default="those of the recipe",
-            help="Operator, as global:0.9 or global:0.8+int4. Repeatable.",
-        ),
-    ] = None,
+    to: Targets = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(min=1, show_default="1 16", help="Samples at a time. Repeatable."),
@@ -54,7 +56,7 @@ def bench(
         bool,
         typer.Option("--accuracy/--no-accuracy", help="Test what result.json does not have."),
     ] = True,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    json: ResultFile = None,
     data: DataFolder = DATA,
     device: DeviceName = "cpu",
     download: Download = False,

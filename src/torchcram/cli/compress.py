@@ -15,7 +15,9 @@ from torchcram.cli.options import (
     DataFolder,
     DeviceName,
     Download,
+    ResultFile,
     RunFolder,
+    Targets,
     find_device,
     load,
 )
@@ -24,12 +26,7 @@ from torchcram.cli.options import (
 @app.command()
 def compress(
     run: RunFolder,
-    to: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OP", help="Operator, as global:0.9, int4 or obs@uniform:0.7. Repeatable."
-        ),
-    ] = None,
+    to: Targets = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -48,7 +45,7 @@ def compress(
             help="Folder for the compressed models, tuned on the first calibration set.",
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    json: ResultFile = None,
     results: Annotated[
         Path | None,
         typer.Option(

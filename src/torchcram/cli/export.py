@@ -15,7 +15,9 @@ from torchcram.cli.options import (
     DataFolder,
     DeviceName,
     Download,
+    ResultFile,
     RunFolder,
+    Targets,
     find_device,
     load,
 )
@@ -30,14 +32,7 @@ if TYPE_CHECKING:
 @app.command()
 def export(
     run: RunFolder,
-    to: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OP",
-            help="Operator, as global:0.9 or global:0.8+int4. Repeatable.",
-            show_default="targets of the recipe",
-        ),
-    ] = None,
+    to: Targets = None,
     kind: Annotated[
         str,
         typer.Option(
@@ -56,7 +51,7 @@ def export(
         Path | None,
         typer.Option(file_okay=False, help="Folder for the files.", show_default="RUN/export"),
     ] = None,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="File for the result.")] = None,
+    json: ResultFile = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     download: Download = False,

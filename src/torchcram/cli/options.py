@@ -32,6 +32,18 @@ Compile = Annotated[
     typer.Option("--compile", help="Compile steps on a GPU: faster, after about a minute."),
 ]
 EvalInterval = Annotated[int, typer.Option(min=1, help="Test after every so many epochs.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to",
+        metavar="OP",
+        show_default="those of the recipe",
+        help="Operator, as global:0.9, global:0.8+int4 or obs@uniform:0.7. Repeatable.",
+    ),
+]
+ResultFile = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, help="File for the result.")
+]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", file_okay=False, help="Folder of a finished run.")
 ]
