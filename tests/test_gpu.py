@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
 from torchcram import CRAM_PLUS, NM, CrAM, GlobalTopK, Quantize, UniformTopK, sparsity
+from torchcram.artifact.integers import fit
 from torchcram.selection import keep_largest
 
 pytestmark = [
@@ -39,6 +40,16 @@ def test_selection_over_many_real_sizes(dtype):
             masks = keep_largest(moved, keep)
             for mask, expected in zip(masks, by_sorting(tensors, keep), strict=True):
                 assert torch.equal(mask.cpu(), expected)
+
+
+@pytest.mark.parametrize("operator", [Quantize(8), Quantize(4), Quantize(3, 16)], ids=str)
+def test_quantized_weights_are_those_of_the_cpu(operator):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    here, there_ = {"0.weight": weight.clone()}, {"0.weight": weight.cuda()}
+    operator.compress_(here)
+    operator.compress_(there_)
+    assert torch.equal(there_["0.weight"].cpu(), here["0.weight"])
+    assert fit(there_["0.weight"].view(-1, operator.group_size or 256), operator.bits) is not None
 
 
 def test_selection_and_masking_never_wait_for_the_device():

@@ -100,7 +100,8 @@ def fit(rows: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
         Codes in int8, -2^(bits-1) for -0.0, and one scale per row.
     """
     levels = (1 << (bits - 1)) - 1
-    scales = rows.abs().amax(1, keepdim=True).to(wide(rows.dtype)) / levels
+    largest = rows.abs().amax(1, keepdim=True).to(wide(rows.dtype))
+    scales = largest / torch.full_like(largest, levels)  # by a number, CUDA rounds twice
     if not bool(torch.isfinite(scales).all()):
         return None
     scales = torch.where(scales == 0, 1, scales)

@@ -91,7 +91,8 @@ class Quantize(Operator):
         return (rows / scale).round_().mul_(scale)
 
     def _scale(self, largest: Tensor) -> Tensor:
-        scale = largest / self.levels
+        # divided by a number, CUDA multiplies by its inverse, which is not what the CPU does
+        scale = largest / torch.full_like(largest, self.levels)
         return torch.where(scale == 0, 1, scale)
 
     def __str__(self) -> str:
