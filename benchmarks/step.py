@@ -7,7 +7,8 @@ Two forward-backward passes make the floor of 2.0x, less the optimizer step that
 Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
 convolutions in channels_last. Where the plain step waits for the host, so does all that is done
 beside it; `--graphs` captures all steps as CUDA graphs, which leaves the work itself; `--compile`
-lets torch.compile fuse the passes, of transformers block by block. ResNet50 needs the extra `vision`, BERT-base the extra `text`.
+lets torch.compile fuse the passes, of transformers block by block. ResNet50 needs the extra
+`vision`, BERT-base the extra `text`.
 """
 
 from __future__ import annotations
