@@ -299,3 +299,13 @@ def test_a_name_may_choose_the_targets():
     assert table[2][3] == ""
     assert len(table) == 3
     assert len(rows_of(markdown_table([sgd(), cram()], "cifar/net int4"))) == 4
+
+
+def test_pruners_and_fine_tuning_have_rows_below_their_method():
+    one = seed(0, 0.9, {"uniform:0.5": 0.8, "obs@uniform:0.5": 0.85, "obs@nm:2:4": 0.7})
+    tuned = result("sgd-finetune-nm-2-4", [seed(0, 0.9, {"nm:2:4": 0.88})])
+    name = "cifar/net sgd wanda@ obs@ fine-tuned@ uniform:0.5 nm:2:4"
+    table = rows_of(markdown_table([result("sgd", [one]), tuned], name))
+    assert [row[0] for row in table[2:]] == ["sgd", "- obs", "- fine-tuned"]  # nothing by Wanda
+    assert table[3][1:4] == ["", "85.00 (-5.00)", "70.00 (-20.00)"]
+    assert table[4][1:4] == ["", "", "88.00 (-2.00)"]

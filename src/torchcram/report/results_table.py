@@ -9,12 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe_changes import as_name
 from torchcram.experiments.results import Result, TargetResult, mean
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 from torchcram.report.table import NOTICEABLE
 
 NOT_RUN = "not run yet"
+FINETUNED = "fine-tuned@"  # what a name says for it, beside the pruners
 _CHANGE = "vs dense: the change in points"
 _NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
 
@@ -75,7 +77,9 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
         name: "task/model" takes all its methods, in the order of their names. Methods after it,
             with blanks between, are taken alone and in this order: "cifar10/resnet20 sgd sam".
             One without a result gets a row that says so. Operators among them are the targets to
-            show, in this order, instead of all: "squad/minilm-l6 adam obs@uniform:0.5".
+            show, in this order, instead of all: "squad/minilm-l6 adam obs@uniform:0.5". Pruners
+            that end with @, as "obs@", give every method a further row with the same targets by
+            that pruner, and "fine-tuned@" one of them fine-tuned.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -84,7 +88,8 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
         )
     task, model, words = match[1], match[2], match[3].split()
     chosen = [word for word in words if summary.is_operator(word)]
-    wanted = [word for word in words if word not in chosen]
+    further = [word for word in words if word.endswith("@")]
+    wanted = [word for word in words if word not in (*chosen, *further)]
     found = {one.method: one for one in results if (one.task, one.model) == (task, model)}
     methods = wanted or sorted(found)
     shown = [found[method] for method in methods if method in found]
@@ -92,29 +97,41 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
         operator for one in shown for operator in summary.summaries(one)
     )
     header = ["method", "dense", *map(_code, targets), "seeds", "epochs", "min"]
-    rows = [
-        _markdown_row(found[method], targets, data=len({one.data for one in shown}) > 1)
-        if method in found
-        else [_title(f"{task}/{model}/{method}"), NOT_RUN, *([""] * (len(header) - 2))]
-        for method in methods
-    ]
+    rows = []
+    for method in methods:
+        if method not in found:
+            rows.append([_title(f"{task}/{model}/{method}"), NOT_RUN, *[""] * (len(header) - 2)])
+            continue
+        rows.append(_markdown_row(found[method], targets, data=len({r.data for r in shown}) > 1))
+        for kind in further:
+            cells = [_further_cell(found, method, kind, target) for target in targets]
+            if any(cells):
+                rows.append([_escaped(f"- {kind[:-1]}"), "", *cells, "", "", ""])
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
 
 
 def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[str]:
-    rows, cells = summary.summaries(result), []
-    for target in targets:
-        if target in rows:
-            after = rows[target].after
-            # the spread of calibration sets is not that of seeds, so it does not stand here
-            accuracy = str(after) if len(result.seeds) > 1 else percent(after.mean)
-            cells.append(f"{accuracy} ({points(rows[target].change.mean)})")
-        else:
-            cells.append("")
+    cells = [_cell(result, target) for target in targets]
     counts = [str(len(result.seeds)), summary.epochs(result), f"{summary.minutes(result):.1f}"]
     name = result.title + (f" on {result.data}" if data else "")
     return [_escaped(name), str(summary.dense(result)), *cells, *counts]
+
+
+def _cell(result: Result, target: str) -> str:
+    row = summary.summaries(result).get(target)
+    if row is None:
+        return ""
+    # the spread of calibration sets is not that of seeds, so it does not stand here
+    accuracy = str(row.after) if len(result.seeds) > 1 else percent(row.after.mean)
+    return f"{accuracy} ({points(row.change.mean)})"
+
+
+def _further_cell(found: Mapping[str, Result], method: str, kind: str, target: str) -> str:
+    if kind != FINETUNED:
+        return _cell(found[method], kind + target)
+    tuned = found.get(f"{method}-finetune-{as_name(target)}")
+    return "" if tuned is None else _cell(tuned, target)
 
 
 def _note(results: Sequence[Result]) -> str:
