@@ -1,6 +1,6 @@
 """Answers from a compact file: compresses a model trained on SQuAD, and asks the small one.
 
-torchcram train squad/minilm-l6/cram-plus-multi --out run
+torchcram train squad/minilm-l6/cram-plus-multi-long --out run
 python examples/serve_answers.py run paragraph.txt    # then a question a line, or < questions.txt
 """
 
@@ -28,7 +28,7 @@ dense_size = (run / "model.safetensors").stat().st_size
 files = {target: run / f"{target.replace(':', '-')}.torchcram.safetensors" for target in TARGETS}
 for target, path in files.items():
     small = compress(model, target, weights=target_weights(recipe, model))
-    artifact.save(path, small, operator=target, metadata={"recipe": recipe.to_dict()})
+    artifact.save(path, small, operator=target, embeddings="int8", metadata=recipe.to_dict())
     size = path.stat().st_size
     print(f"{target}: {size / 1e6:.2f} MB, {dense_size / size:.1f} times smaller")
 

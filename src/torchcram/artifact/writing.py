@@ -17,8 +17,9 @@ from torchcram.artifact.form import Form
 from torchcram.artifact.manifest import Entry, Manifest
 from torchcram.artifact.manifest import digest as digest_of
 from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
+from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.files import let_read, written_aside
-from torchcram.operators import Operator, as_operator
+from torchcram.operators import Operator, Quantize, as_operator
 from torchcram.sharded import is_sharded
 from torchcram.version import __version__
 from torchcram.weights import compressible_weights
@@ -37,13 +38,14 @@ def save(
     *,
     operator: Operator | str | None = None,
     values: torch.dtype | None = None,
+    embeddings: Quantize | str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Writes a compressed model to one compact file, whole or not at all.
 
     Every compressible weight is stored in the smallest way that gives it back bit for bit; what
-    that is, is seen from the weight itself. Everything else is stored as it is. Of a state dict all
-    tensors of floating point with two or more dimensions count as compressible.
+    that is, is seen from the weight itself. So are embeddings. Everything else is stored as it is.
+    Of a state dict all tensors of floating point with two or more dimensions count as compressible.
 
     Args:
         path: of the file; by convention it ends in ".safetensors".
@@ -51,6 +53,8 @@ def save(
         operator: that it was compressed by; kept in the file.
         values: float16 or bfloat16 to round the compressible weights to where they are not
             quantized; None to leave them as they are. Loading then gives the rounded ones.
+        embeddings: "int8" or the like to round the tables of embeddings to, with a scale for every
+            row; None to leave them as they are. Loading then gives the rounded ones.
         metadata: what else to keep in the file, as JSON has it: recipe, metrics, data set.
 
     Returns:
@@ -63,16 +67,20 @@ def save(
         raise ValueError(f"values={values}: allowed are {', '.join(map(str, VALUES))} and None")
     tensors, tied = _untied(model.state_dict() if isinstance(model, nn.Module) else model)
     groups = _transposed(model, tensors)
-    hints = Hints.of(_without_pruners(operator))
+    tables = find_tables(model, tensors)
+    if embeddings is not None:
+        tables = round_tables(tables, embeddings)
+    hints, rounding = Hints.of(_without_pruners(operator)), Hints.of(_without_pruners(embeddings))
     parts: dict[str, Tensor] = {}
     entries = {}
     for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
+        value = tables.get(name, tensor).detach().cpu().contiguous()
         form = Form(dtype=value.dtype, shape=tuple(value.shape), encoding=Encoding())
         stored = {"values": value}
-        if name in groups:
+        if name in groups or name in tables:
+            kept, known = (None, rounding) if name in tables else (values, hints)
             try:
-                form, stored = store(value, hints, values=values, transposed=groups[name])
+                form, stored = store(value, known, values=kept, transposed=groups.get(name))
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
         entries[name] = Entry(**vars(form), crc32=crc32(stored), sha256=sha256(stored))

@@ -47,6 +47,14 @@ def export(
             show_default="as they are",
         ),
     ] = None,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OP",
+            help="int8 or the like: round the tables of embeddings.",
+            show_default="as they are",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Folder for the files.", show_default="RUN/export"),
@@ -71,7 +79,7 @@ def export(
 
         where = find_device(device)
         trained = load_trained(run, where)
-        check_export(trained, kind, values)
+        check_export(trained, kind, values, embeddings)
         targets = to or list(trained.recipe.compress.to)
         images = load(trained.recipe, data, download=download)
         with watching() as watch:
@@ -82,6 +90,7 @@ def export(
                 targets=targets,
                 kind=kind,
                 values=values,
+                embeddings=embeddings,
                 device=where,
                 progress=watch.pieces("compressing", len(targets)),
             )

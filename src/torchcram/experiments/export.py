@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import artifact
+from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.experiments.build import build_batches, target_weights
 from torchcram.experiments.evaluate import score_on_test
 from torchcram.experiments.outcome import measure
@@ -45,7 +46,9 @@ class Exported:
     target: TargetResult
 
 
-def check_export(trained: Trained, kind: str, values: str | None) -> None:
+def check_export(
+    trained: Trained, kind: str, values: str | None, embeddings: str | None = None
+) -> None:
     """Refuses what cannot be written, before anything is computed.
 
     Raises:
@@ -55,8 +58,11 @@ def check_export(trained: Trained, kind: str, values: str | None) -> None:
         raise ValueError(f"--format {kind}: allowed are {', '.join(FORMATS)}")
     if values is not None and values not in VALUES:
         raise ValueError(f"--values {values}: allowed are {', '.join(VALUES)}")
-    if values is not None and kind != "torchcram":
-        raise ValueError(f"--values {values}: only --format torchcram has values of another type")
+    for option, given in (("values", values), ("embeddings", embeddings)):
+        if given is not None and kind != "torchcram":
+            raise ValueError(f"--{option} {given}: only --format torchcram gets smaller by that")
+    if embeddings is not None:
+        round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
     if kind == "transformers" and trained.recipe.text is None:
         raise ValueError(
             f"--format transformers: {trained.recipe.model.name} is no model of Transformers"
@@ -71,6 +77,7 @@ def export(
     targets: Sequence[str],
     kind: str,
     values: str | None = None,
+    embeddings: str | None = None,
     device: torch.device,
     progress: Callable[[object], None] | None = None,
 ) -> tuple[Result, list[Exported]]:
@@ -85,13 +92,15 @@ def export(
         kind: one of `FORMATS`.
         values: what to round weights to that are not quantized, one of `VALUES`; they are tested
             as they come out of the file.
+        embeddings: what to round the tables of embeddings to, "int8" say; tested likewise.
         device: of all that is computed.
         progress: told of every target that is measured.
 
     Returns:
         All that was measured, and what was written.
     """
-    check_export(trained, kind, values)
+    check_export(trained, kind, values, embeddings)
+    rounding = {"values": None if values is None else VALUES[values], "embeddings": embeddings}
     trained = replace(trained, recipe=with_targets(trained.recipe, targets))
     found = []
     with tempfile.TemporaryDirectory() as aside:
@@ -100,10 +109,11 @@ def export(
         for target in seed.targets:
             small = deepcopy(trained.model)
             load_model_(small, Path(aside) / f"{target.operator.replace(':', '-')}.safetensors")
-            if values is not None:
-                kept = VALUES[values]
-                target = _rounded_(small, trained, data, target=target, values=kept, device=device)
-            path = _write(small, trained, data, target=target, to=to, kind=kind, values=values)
+            if values is not None or embeddings is not None:
+                target = _rounded_(
+                    small, trained, data, target=target, rounding=rounding, device=device
+                )
+            path = _write(small, trained, data, target=target, to=to, kind=kind, rounding=rounding)
             found.append(Exported(path, _size(path), target))
     targets_found = tuple(one.target for one in found)
     return replace(result, seeds=(replace(seed, targets=targets_found),)), found
@@ -115,12 +125,12 @@ def _rounded_(
     data: AnyData,
     *,
     target: TargetResult,
-    values: torch.dtype,
+    rounding: dict[str, Any],
     device: torch.device,
 ) -> TargetResult:
     """Makes a model what its file gives back, and tests that."""
     with tempfile.TemporaryDirectory() as aside:
-        artifact.save(Path(aside) / "model", model, operator=target.operator, values=values)
+        artifact.save(Path(aside) / "model", model, operator=target.operator, **rounding)
         artifact.load(Path(aside) / "model", model)
     score = score_on_test(model, trained.recipe, data, device=device)
     return replace(target, after=score.value, others=score.others)
@@ -134,14 +144,13 @@ def _write(
     target: TargetResult,
     to: Path,
     kind: str,
-    values: str | None,
+    rounding: dict[str, Any],
 ) -> Path:
     name, operator = as_name(target.operator), target.operator
     if kind == "torchcram":
         path = to / f"{name}.torchcram.safetensors"
-        kept = None if values is None else VALUES[values]
         said = _metadata(trained, target)
-        artifact.save(path, model, operator=operator, values=kept, metadata=said)
+        artifact.save(path, model, operator=operator, metadata=said, **rounding)
         return path
     if kind == "safetensors":
         path = to / f"{name}.safetensors"

@@ -1,10 +1,15 @@
 """Runs on texts, written as files to deploy."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from commands import succeed
 
 from torchcram import artifact, compressible_weights
+from torchcram.experiments.evaluate import score_on_test
+from torchcram.experiments.results import read_result
+from torchcram.experiments.text.load import load_text
 from torchcram.experiments.train import load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")
@@ -39,3 +44,20 @@ def test_a_folder_of_transformers_has_the_compressed_weights_and_the_tokenizer(r
     metrics = artifact.read_manifest("files/uniform-0.5-int8.torchcram.safetensors").metadata
     assert metrics["metrics"]["metric"] == "F1"
     assert set(metrics["metrics"]["others"]) == {"exact match"}
+
+
+def test_embeddings_are_rounded_and_tested_as_they_come_out_of_the_file(run, questions):
+    words = ("export", run, "--to", "uniform:0.5", "--data", questions, "--embeddings")
+    succeed(*words, "int8", "--out", "fine")
+    succeed(*words, "int2", "--out", "coarse", "--json", "coarse.json")
+    fine, coarse = (f"{one}/uniform-0.5.torchcram.safetensors" for one in ("fine", "coarse"))
+    assert Path(coarse).stat().st_size < Path(fine).stat().st_size
+    name = "model.bert.embeddings.word_embeddings.weight"
+    assert str(artifact.read_manifest(fine).tensors[name].encoding) == "dense+int8"
+    said = artifact.read_manifest(coarse).metadata["metrics"]["after"]
+    (seed,) = read_result("coarse.json").seeds
+    assert seed.targets[0].after == said
+    trained = load_trained(run, torch.device("cpu"))
+    data = load_text(trained.recipe, questions)
+    model = artifact.load(coarse, trained.model)
+    assert score_on_test(model, trained.recipe, data, device=torch.device("cpu")).value == said
