@@ -1,4 +1,4 @@
-"""Files that are never there by half, and folders that one process works in at a time."""
+"""Folders that one process works in at a time, and what a killed one leaves there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchcram.files import SUFFIX, write_atomically, written_aside
-
-__all__ = ["locked", "remove_leftovers", "taking_turns", "write_atomically", "written_aside"]
+from torchcram.files import SUFFIX
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:

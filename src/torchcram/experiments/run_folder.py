@@ -19,11 +19,12 @@ import torch
 
 from torchcram.experiments import json_text, yaml_text
 from torchcram.experiments.differences import explain_differences
-from torchcram.experiments.files import remove_leftovers, write_atomically
+from torchcram.experiments.files import remove_leftovers
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.runlog import LOG
 from torchcram.experiments.structure import plain
 from torchcram.experiments.text.texts import TextSet
+from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
