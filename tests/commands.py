@@ -1,4 +1,9 @@
-"""The command line, as the tests call it."""
+"""The command line and the examples, as the tests call them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -6,6 +11,7 @@ from torchcram.cli import app
 
 SGD = "digits/convnet-digits/sgd"
 CRAM = "digits/convnet-digits/cram-plus-multi"
+ROOT = Path(__file__).parent.parent
 
 
 def command(*arguments):
@@ -28,3 +34,20 @@ def fail(*arguments):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.stderr.splitlines()[-1] == line
     return line
+
+
+def run_example(name, *arguments, cwd, launch=(), **options):
+    """Runs an example that is to succeed in a process of its own; returns what it printed."""
+    alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [sys.executable, *launch, str(ROOT / "examples" / f"{name}.py"), *arguments],
+        cwd=cwd,
+        env={**os.environ, **alone},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout

@@ -1,12 +1,10 @@
 """Every example is short, runs, and prints the accuracy dense and at its targets."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_example
 
 ROOT = Path(__file__).parent.parent
 NEEDS = {
@@ -31,18 +29,8 @@ def test_an_example_runs(name, tmp_path):
     for module in NEEDS[name]:
         pytest.importorskip(module)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if name in SPREAD else []
-    alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [sys.executable, *launch, str(ROOT / "examples" / f"{name}.py"), "2"],
-        cwd=tmp_path,
-        env={**os.environ, **alone},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = re.findall(r"^(\S+): (\d+\.\d)%$", ran.stdout, re.MULTILINE)
-    assert len(found) == 4, ran.stdout
+    printed = run_example(name, "2", cwd=tmp_path, launch=launch)
+    found = re.findall(r"^(\S+): (\d+\.\d)%$", printed, re.MULTILINE)
+    assert len(found) == 4, printed
     assert {"dense", "accuracy"} & {found[0][0]}
     assert float(found[0][1]) > 15  # ten classes, two epochs

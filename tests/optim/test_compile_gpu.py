@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from resident import Resident
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from torchcram import C_SAM, CRAM_PLUS, CrAM
@@ -29,34 +28,12 @@ def _fresh():
     torch.compiler.reset()
 
 
-class Training:
-    """A small net with batch norm, its batches on the device, and a step that finds the next."""
+def training(rule, *, backend=None):
+    def make(model):
+        base = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+        return CrAM(model, base, OPERATORS, rule=rule)
 
-    def __init__(self, rule, *, backend=None):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
-        ).cuda()
-        self.run = self.model if backend is None else torch.compile(self.model, backend=backend)
-        base = SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=True)
-        self.optimizer = CrAM(self.model, base, OPERATORS, rule=rule)
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(8, 32, 16, generator=generator).cuda()
-        self.labels = torch.randint(4, (8, 32), generator=generator).cuda()
-        self.number = torch.zeros((), dtype=torch.int64, device="cuda")
-
-    def step(self):
-        inputs = self.inputs.index_select(0, self.number.view(1))[0]
-        labels = self.labels.index_select(0, self.number.view(1))[0]
-
-        def closure():
-            self.optimizer.zero_grad()
-            loss = cross_entropy(self.run(inputs), labels)
-            loss.backward()
-            return loss.detach()
-
-        self.optimizer.step(closure)
-        self.number.add_(1).remainder_(8)
+    return Resident(make, backend=backend)
 
 
 def assert_alike(one, two):
@@ -68,7 +45,7 @@ def assert_alike(one, two):
 @pytest.mark.parametrize("rule", [CRAM_PLUS, C_SAM], ids=lambda rule: rule.name)
 def test_a_compiled_model_trains_as_an_eager_one(rule):
     counter = CompileCounterWithBackend("inductor")
-    eager, compiled = Training(rule), Training(rule, backend=counter)
+    eager, compiled = training(rule), training(rule, backend=counter)
     for _ in range(4):
         eager.step()
         compiled.step()
@@ -79,7 +56,7 @@ def test_a_compiled_model_trains_as_an_eager_one(rule):
 @pytest.mark.parametrize("rule", [CRAM_PLUS, C_SAM], ids=lambda rule: rule.name)
 def test_a_captured_step_of_a_compiled_model(rule):
     counter = CompileCounterWithBackend("inductor")
-    compiled, graphed = Training(rule, backend="inductor"), Training(rule, backend=counter)
+    compiled, graphed = training(rule, backend="inductor"), training(rule, backend=counter)
     before = copy.deepcopy(graphed.model.state_dict())
     take = GraphedStep(graphed.model, graphed.optimizer, graphed.step)
     assert counter.frame_count == 2  # compiled while warming up, not while capturing
@@ -95,15 +72,15 @@ def test_a_captured_step_of_a_compiled_model(rule):
 
 
 def test_addresses_never_change():
-    training = Training(CRAM_PLUS)
-    training.step()
+    given = training(CRAM_PLUS)
+    given.step()
 
     def addresses():
-        held = [*training.model.parameters(), *training.model.buffers()]
-        held += [entry["momentum_buffer"] for entry in training.optimizer.state.values()]
+        held = [*given.model.parameters(), *given.model.buffers()]
+        held += [entry["momentum_buffer"] for entry in given.optimizer.state.values()]
         return [tensor.data_ptr() for tensor in held]
 
     before = addresses()
     for _ in range(4):
-        training.step()
+        given.step()
         assert addresses() == before

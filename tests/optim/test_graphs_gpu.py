@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from resident import Resident
 from torch.optim import SGD, AdamW
 
 from torchcram import C_SAM, CRAM_PLUS, SAM, CrAM
@@ -27,43 +26,23 @@ CRAMS = {
 }
 
 
-class Training:
-    """A small net, all of its batches on the device, and a step that finds the next one there."""
+def training(base, cram):
+    """A training by one of `BASES` with one of `CRAMS` around it."""
 
-    def __init__(self, base, cram):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
-        )
-        self.model.cuda()
-        self.optimizer = BASES[base](self.model.parameters())
-        if cram is not None:
-            options = copy.copy(cram)
-            operators = options.pop("operators")
-            self.optimizer = CrAM(self.model, self.optimizer, operators, **options)
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(8, 32, 16, generator=generator).cuda()
-        self.labels = torch.randint(4, (8, 32), generator=generator).cuda()
-        self.number = torch.zeros((), dtype=torch.int64, device="cuda")
+    def make(model):
+        optimizer = BASES[base](model.parameters())
+        if cram is None:
+            return optimizer
+        options = {**cram}
+        return CrAM(model, optimizer, options.pop("operators"), **options)
 
-    def step(self):
-        inputs = self.inputs.index_select(0, self.number.view(1))[0]
-        labels = self.labels.index_select(0, self.number.view(1))[0]
-
-        def closure():
-            self.optimizer.zero_grad()
-            loss = cross_entropy(self.model(inputs), labels)
-            loss.backward()
-            return loss.detach()
-
-        self.optimizer.step(closure)
-        self.number.add_(1).remainder_(8)
+    return Resident(make)
 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("kind", CRAMS)
 def test_the_same_weights_and_the_same_draws(base, kind):
-    eager, graphed = Training(base, CRAMS[kind]), Training(base, CRAMS[kind])
+    eager, graphed = training(base, CRAMS[kind]), training(base, CRAMS[kind])
     before = copy.deepcopy(graphed.model.state_dict())
     take = GraphedStep(graphed.model, graphed.optimizer, graphed.step)
     for name, value in graphed.model.state_dict().items():
@@ -82,36 +61,36 @@ def test_the_same_weights_and_the_same_draws(base, kind):
 
 
 def test_the_learning_rate_is_read_at_every_step():
-    training = Training("SGD", CRAMS["CrAM+"])
-    take = GraphedStep(training.model, training.optimizer, training.step)
-    training.optimizer.param_groups[0]["lr"].fill_(0)
-    before = [p.detach().clone() for p in training.model.parameters()]
+    given = training("SGD", CRAMS["CrAM+"])
+    take = GraphedStep(given.model, given.optimizer, given.step)
+    given.optimizer.param_groups[0]["lr"].fill_(0)
+    before = [p.detach().clone() for p in given.model.parameters()]
     take()
-    assert all(torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True))
-    training.optimizer.param_groups[0]["lr"].fill_(0.1)
+    assert all(torch.equal(p, q) for p, q in zip(given.model.parameters(), before, strict=True))
+    given.optimizer.param_groups[0]["lr"].fill_(0.1)
     take()
-    assert not torch.equal(next(training.model.parameters()), before[0])
+    assert not torch.equal(next(given.model.parameters()), before[0])
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_told():
-    training = Training("SGD", CRAMS["CrAM+"])
-    take = GraphedStep(training.model, training.optimizer, training.step)
+    given = training("SGD", CRAMS["CrAM+"])
+    take = GraphedStep(given.model, given.optimizer, given.step)
     take.check()
-    training.inputs.fill_(torch.inf)
-    before = [p.detach().clone() for p in training.model.parameters()]
+    given.inputs.fill_(torch.inf)
+    before = [p.detach().clone() for p in given.model.parameters()]
     take()
     with pytest.raises(FloatingPointError, match="1 step"):
         take.check()
-    assert all(torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(given.model.parameters(), before, strict=True))
     take.check()
 
 
 def test_what_cannot_be_captured_is_refused():
-    training = Training("SGD", {"operators": "global:0.3-0.9"})
+    given = training("SGD", {"operators": "global:0.3-0.9"})
     with pytest.raises(ValueError, match="another operator at every step"):
-        GraphedStep(training.model, training.optimizer, training.step)
-    training = Training("SGD", None)
-    base = SGD(training.model.parameters(), lr=0.1, foreach=True)
-    training.optimizer = CrAM(training.model, base, "global:0.5")
+        GraphedStep(given.model, given.optimizer, given.step)
+    given = training("SGD", None)
+    base = SGD(given.model.parameters(), lr=0.1, foreach=True)
+    given.optimizer = CrAM(given.model, base, "global:0.5")
     with pytest.raises(ValueError, match="fused"):
-        GraphedStep(training.model, training.optimizer, training.step)
+        GraphedStep(given.model, given.optimizer, given.step)

@@ -1,14 +1,11 @@
 """On real images: looking at data loses less accuracy than magnitudes do; the example runs."""
 
 import copy
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import run_example
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -16,7 +13,6 @@ from torchcram import UniformTopK
 from torchcram.pruners import Obs, SparseGPT, prune_
 
 pytest.importorskip("sklearn")
-ROOT = Path(__file__).parents[2]
 
 
 def loss(model, batch):
@@ -64,18 +60,8 @@ def test_second_order_loses_less_than_magnitudes_at_90_percent(trained):
 
 
 def test_the_example_runs(tmp_path):
-    alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "pruners.py"), "2"],
-        cwd=tmp_path,
-        env={**os.environ, **alone},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = re.findall(r"^(\S+): (\d+\.\d)%$", ran.stdout, re.MULTILINE)
+    printed = run_example("pruners", "2", cwd=tmp_path)
+    found = re.findall(r"^(\S+): (\d+\.\d)%$", printed, re.MULTILINE)
     assert [name.partition("@")[0] for name, _ in found] == [
         "dense",
         "uniform:0.8",

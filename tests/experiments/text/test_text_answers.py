@@ -1,21 +1,17 @@
 """The example that answers questions from a compact file."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import succeed
+from commands import run_example, succeed
 
 from torchcram import artifact, sparsity
 from torchcram.experiments.build import target_weights
 from torchcram.experiments.train import load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")
-EXAMPLE = Path(__file__).parents[3] / "examples" / "serve_answers.py"
 SETS = ["text.length=48", "text.stride=16", "train.batch_size=8", "compress.to=[uniform:0.5]"]
 PARAGRAPH = "The castle of king 7 was built in 1807 by the old river. " * 4  # several windows
 
@@ -26,24 +22,17 @@ def test_questions_are_answered_out_of_the_paragraph(tiny, questions, tmp_path):
         words += ["--set", one]
     succeed(*words, "--out", "run")
     Path("paragraph.txt").write_text(PARAGRAPH)
-    alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE), "run", "paragraph.txt"],
-        input="When was the castle built?\nWho is old?\n",
-        cwd=tmp_path,
-        env={**os.environ, **alone},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    asked = "When was the castle built?\nWho is old?\n"
+    words = ("run", "paragraph.txt")
+    printed = run_example(
+        "serve_answers", *words, cwd=tmp_path, launch=["-W", "error"], input=asked
     )
-    assert ran.returncode == 0, ran.stderr
-    *_, first, second = ran.stdout.splitlines()
+    *_, first, second = printed.splitlines()
     for line in (first, second):
         answer = re.fullmatch(r"'(.+)' in \d+ ms", line)
-        assert answer, ran.stdout
+        assert answer, printed
         assert answer[1] in PARAGRAPH
-    sizes = re.findall(r"^(\S+): \d\.\d\d MB, (\d\.\d) times smaller$", ran.stdout, re.MULTILINE)
+    sizes = re.findall(r"^(\S+): \d\.\d\d MB, (\d\.\d) times smaller$", printed, re.MULTILINE)
     assert [target for target, _ in sizes] == ["uniform:0.8+int8", "uniform:0.8", "uniform:0.9"]
     trained = load_trained(Path("run"), torch.device("cpu"))
     artifact.load("run/uniform-0.9.torchcram.safetensors", trained.model)
