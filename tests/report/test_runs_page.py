@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from result_samples import cram, result, seed, sgd
 
 import torchcram.report
+from torchcram.experiments.recipe_changes import as_name
 from torchcram.report.runs import COLOURS
 from torchcram.report.runs_page import runs_page
 from torchcram.report.sources import Log
@@ -329,3 +330,33 @@ def test_curves_are_called_by_the_metric_of_the_task():
     chart = Page(runs_page([sgd(), cram()], logs=mixed)).charts[-1]
     assert chart["views"][0]["label"] == "test F1 or accuracy, %"
     assert chart["series"][1]["points"][0]["text"][1] == ["accuracy", "50.00 %"]
+
+
+def test_language_models_have_their_metric_and_no_batch_norm():
+    text = {"text": {"task": "squad"}}
+    one = replace(result("adam", [seed(0, 0.8, {"uniform:0.5": 0.6})], **text), metric="F1")
+    page = Page(runs_page([one]))
+    assert ["compressed to", "sparsity", "F1", "vs dense"] in page.rows
+    assert ["uniform:0.5", "13.0 / 12.9", "60.00", "-20.00"] in page.rows
+    assert "Test F1 in %" in page.words
+    assert "BNT" not in page.source
+    assert not any("fine-tuned" in word for word in page.words)
+
+
+def test_a_model_fine_tuned_at_several_targets_is_one_curve():
+    def tuned(at, after, **others):
+        title = f"SGD, fine-tuned at {at}"
+        return result(
+            f"sgd-finetune-{as_name(at)}", [seed(0, 0.887, {at: after})], title=title, **others
+        )
+
+    some = [tuned("global:0.9", 0.85), tuned("global:0.5", 0.88)]
+    page = Page(runs_page([sgd(), *some]))
+    assert [one["name"] for one in page.charts[0]["series"]] == ["SGD", "SGD, fine-tuned"]
+    assert [one["x"] for one in page.charts[0]["series"][1]["points"]] == [0, 50, 90]
+    assert any("but for those that are called fine-tuned" in word for word in page.words)
+    assert "cifar/net/sgd-finetune-global-0.5, 1 seed, 20 epochs, 2.5 min" in page.words
+    again = tuned("global:0.5", 0.87, cram=None)  # other settings at the same target: on its own
+    names = [one["name"] for one in Page(runs_page([*some, again])).charts[0]["series"]]
+    assert names[0] == "SGD, fine-tuned"
+    assert names[1].startswith("SGD, fine-tuned at global:0.5 (")

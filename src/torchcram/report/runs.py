@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchcram.experiments.differences import flat
 from torchcram.experiments.results import Result
@@ -12,6 +12,7 @@ from torchcram.report import summary
 from torchcram.report.summary import Spread, TargetSummary
 
 COLOURS = 8  # that the style sheet has
+FINETUNED = "-finetune-"  # in the name of a method, followed by the target
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,36 @@ class Group:
     data: str
     runs: Sequence[Run]
     targets: Sequence[str]
+
+    @property
+    def metric(self) -> str:
+        """What models are tested by."""
+        return " or ".join(dict.fromkeys(run.result.metric for run in self.runs))
+
+    @property
+    def tuned(self) -> bool:
+        """Whether batch norm was tuned."""
+        return any(summary.tuned(run.result) for run in self.runs)
+
+    @property
+    def finetuned(self) -> bool:
+        """Whether some were trained on after they were compressed."""
+        return any(FINETUNED in run.result.method for run in self.runs)
+
+    @property
+    def shown(self) -> Sequence[Run]:
+        """The runs of charts and tables: a model that was fine-tuned at several targets is one."""
+        found: dict[object, Run] = {}
+        for run in self.runs:
+            base, tuned, _ = run.result.method.partition(FINETUNED)
+            key = base if tuned else id(run)
+            if key in found and not found[key].rows.keys() & run.rows.keys():
+                label = run.result.title.rpartition(" at ")[0]
+                rows = {**found[key].rows, **run.rows}
+                found[key] = replace(found[key], label=label, rows=rows)
+            else:
+                found[key if key not in found else id(run)] = run
+        return list(found.values())
 
 
 def group_runs(results: Sequence[Result]) -> list[Group]:

@@ -36,7 +36,7 @@ def runs_page(
     if not results:
         raise ValueError("no results: a page needs at least one")
     groups = group_runs(results)
-    charts = [accuracy_chart(group.runs) for group in groups]
+    charts = [accuracy_chart(group.shown) for group in groups]
     if logs:
         charts.append(training_chart([_curve(log, results, groups, logs) for log in logs]))
     measured, further = sections(benches, len(charts))
