@@ -201,9 +201,17 @@ def test_images_that_the_model_does_not_take_are_refused(tmp_path, source, data)
     parts = [
         Images(part.images.repeat(1, 1, 1, 3), part.labels) for part in (data.train, data.test)
     ]
+    other = DataSet("coloured", *parts, data.classes)
     with pytest.raises(ValueError, match=r"'convnet-digits' does not take .* 'coloured', 3x8x8"):
-        tuned(source, "global:0.9", tmp_path, DataSet("coloured", *parts, data.classes))
+        tuned(source, "global:0.9", tmp_path, other, new_head=True)
     assert not (tmp_path / "start.json").exists()
+
+
+def test_other_data_takes_a_new_head(tmp_path, source):
+    fewer = digits(train=300)
+    with pytest.raises(ValueError, match=r"of other data: train_images is 320, not 300"):
+        tuned(source, "global:0.9", tmp_path / "out", fewer)
+    assert not (tmp_path / "out").exists()
 
 
 def test_transfer_has_a_new_head_without_a_mask(tmp_path, source, data):

@@ -96,7 +96,11 @@ def compress(
             write_result(result, path)
             typer.echo(f"result: {path}")
         if results is not None:
-            path = add_to_results(results, trained.recipe, result.seeds[0])
+            (seed,) = result.seeds
+            if samples not in (None, trained.recipe.compress.calibration_samples):
+                told = tuple(replace(one, samples=samples) for one in seed.targets)
+                seed = replace(seed, targets=told)
+            path = add_to_results(results, trained.recipe, seed)
             typer.echo(f"result: {path}")
         if save is not None:
             typer.echo(f"compressed models: {save}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ def train_on(
     at: str,
     out: Path,
     *,
+    recipe: Recipe,
     recipes: Mapping[tuple[str, ...], Recipe],
     new_head: bool,
     results: Path | None,
@@ -41,6 +43,7 @@ def train_on(
         run: folder of a finished training.
         at: an operator as text, or "dense".
         out: folder of the new run; of several, the folder that theirs are in.
+        recipe: without what sets the others apart.
         recipes: by what sets them apart; of several, the best one counts.
         new_head: whether it is a transfer.
         results: folder of results to put the result into as well.
@@ -51,12 +54,13 @@ def train_on(
         eval_interval: test after every so many epochs.
         download: data that torchvision knows.
     """
-    where, recipe = find_device(device), next(iter(recipes.values()))
+    where = find_device(device)
+    chosen: tuple[str, ...] = ()
     images = load(recipe, data, download=download)
-    if results is not None and len(recipes) == 1:
+    if results is not None:
         check_results(results, recipe, seed or 0)  # rather than after the work
     with watching() as watch:
-        if len(recipes) == 1:
+        if () in recipes:
             derived = finetune(
                 run,
                 at,
@@ -71,7 +75,7 @@ def train_on(
                 progress=watch.training("transfer" if new_head else "fine-tuning"),
             )
         else:
-            tried = finetune_grid(
+            grid = finetune_grid(
                 run,
                 at,
                 out,
@@ -82,15 +86,17 @@ def train_on(
                 make_step=step_maker(eager),
                 progress=watch.training,
             )
-            out, derived = tried[0].folder, tried[0].derived
-    if len(recipes) > 1:
-        show(grid_table(tried))
+            best = grid.tried[0]
+            out, derived, chosen = best.folder, best.derived, best.overrides
+    if () not in recipes:
+        show(grid_table(grid))
     show(derived_table(derived))
     if not derived.origin.held:  # still dense: it can be compressed to anything
         found = outcome(out, derived.trained, images, device=where)
         show(result_table(found))
     typer.echo(f"run: {out}")
     if results is not None:
-        seed_result = derived.as_result() if derived.origin.held else found.seeds[0]
-        path = add_to_results(results, derived.trained.recipe, seed_result)
+        held = derived.origin.held
+        seed_result = derived.as_result() if held else found.seeds[0]
+        path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
         typer.echo(f"result: {path}")

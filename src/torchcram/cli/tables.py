@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from torchcram.experiments.derived import Derived
-    from torchcram.experiments.derived_grid import Tried
+    from torchcram.experiments.derived_grid import Grid
     from torchcram.experiments.sweep import Point
 
 
@@ -80,12 +80,12 @@ def derived_table(derived: Derived) -> Table:
     return table
 
 
-def grid_table(tried: Sequence[Tried]) -> Table:
-    """Returns the settings of fine-tuning that were tried, best first."""
+def grid_table(grid: Grid) -> Table:
+    """Returns the settings of fine-tuning that were tried, best first, and those that failed."""
     from rich.table import Table
     from rich.text import Text
 
-    metric = tried[0].derived.trained.recipe.metric
+    metric = grid.tried[0].derived.trained.recipe.metric
     table = Table(
         title=f"{metric} in % on what was held out",
         caption="the first was chosen",
@@ -93,8 +93,10 @@ def grid_table(tried: Sequence[Tried]) -> Table:
     table.add_column("settings")
     for column in (metric, "rounds"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in tried:
+    for one in grid.tried:
         table.add_row(Text(" ".join(one.overrides)), percent(one.held_out), str(one.rounds))
+    for overrides in grid.failed:
+        table.add_row(Text(" ".join(overrides)), "failed", "")
     return table
 
 

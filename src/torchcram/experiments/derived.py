@@ -18,11 +18,13 @@ from torchcram.experiments.derived_start import (
     read_origin,
     write_start,
 )
+from torchcram.experiments.differences import explain_differences
 from torchcram.experiments.files import locked
 from torchcram.experiments.recipe_changes import read_at
 from torchcram.experiments.results import SeedResult, TargetResult
-from torchcram.experiments.run_folder import digest
+from torchcram.experiments.run_folder import DataInfo, digest
 from torchcram.experiments.step import EagerStep, MakeStep
+from torchcram.experiments.structure import plain
 from torchcram.experiments.train import Progress, Start, Trained, load_trained, train
 
 if TYPE_CHECKING:
@@ -106,8 +108,8 @@ def finetune(
 
     Raises:
         ValueError: for an operator that does more than set weights to zero, for a recipe with
-            another model, for a folder of another run, and if a weight that was zero is not any
-            more.
+            another model, for other data without a new head, for a folder of another run, and if a
+            weight that was zero is not any more.
     """
     source = load_trained(run_folder, CPU)
     ours, theirs = source.recipe.model.name, recipe.model.name
@@ -121,6 +123,9 @@ def finetune(
             f"{run_folder} has {known} classes, {data.name!r} has {needed}: that takes a new head, "
             "as `torchcram transfer` gives it"
         )
+    different = explain_differences(plain(source.info.data), plain(DataInfo.of(data)))
+    if different and not new_head:
+        raise ValueError(f"{run_folder}: the run is of other data: {'; '.join(different)}")
     at = read_at(at)
     seed = source.info.seed if seed is None else seed
     asked = Asked(at, new_head, digest(source.model.state_dict()), seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from torchcram.experiments.derived import Derived, finetune
 from torchcram.experiments.derived_start import ORIGIN, START
+from torchcram.experiments.files import locked
 from torchcram.experiments.step import EagerStep, MakeStep
 from torchcram.experiments.stopping import held_out_values
-from torchcram.experiments.sweep import Overrides, folder_name
+from torchcram.experiments.sweep import Overrides, folder_name, require_same_texts
+from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,19 @@ class Tried:
     derived: Derived
 
 
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """All that was tried.
+
+    Attributes:
+        tried: the best on what was held out first.
+        failed: settings whose loss was not finite, and what was said.
+    """
+
+    tried: list[Tried]
+    failed: dict[Overrides, str]
+
+
 def finetune_grid(
     run_folder: Path,
     at: str,
@@ -52,8 +66,10 @@ def finetune_grid(
     seed: int | None = None,
     make_step: MakeStep = EagerStep,
     progress: Callable[[str], Progress] | None = None,
-) -> list[Tried]:
+) -> Grid:
     """Fine-tunes by every recipe, each in a folder of its own; all start from the same weights.
+
+    One whose loss is not finite fails alone.
 
     Args:
         run_folder: of a finished training.
@@ -66,42 +82,53 @@ def finetune_grid(
         make_step: how steps are taken.
         progress: called with the name of a point for what is told of it.
 
-    Returns:
-        What was tried, the best on what was held out first.
-
     Raises:
-        ValueError: if a recipe does not hold anything out, and as `finetune`.
+        ValueError: if recipes do not hold out the same part, if all fail, and as `finetune`.
     """
-    if any(recipe.train.early_stopping is None for recipe in recipes.values()):
+    require_same_texts(recipes.values())
+    stops = [recipe.train.early_stopping for recipe in recipes.values()]
+    if None in stops:
         raise ValueError(
             "a grid chooses on what train.early_stopping holds out, and it is null; allowed: "
             "recipes of texts that have it"
         )
+    if len({stop.held_out for stop in stops if stop}) > 1:
+        raise ValueError(
+            "train.early_stopping.held_out is not the same for all points: they are compared on "
+            "one part"
+        )
     tried: list[Tried] = []
+    failed: dict[Overrides, str] = {}
     for overrides, recipe in recipes.items():
         folder = out / folder_name(overrides)
         if tried:
             _share_start(tried[0].folder, folder)
-        derived = finetune(
-            run_folder,
-            at,
-            folder,
-            recipe=recipe,
-            data=data,
-            device=device,
-            seed=seed,
-            make_step=make_step,
-            progress=None if progress is None else progress(" ".join(overrides)),
-        )
+        try:
+            derived = finetune(
+                run_folder,
+                at,
+                folder,
+                recipe=recipe,
+                data=data,
+                device=device,
+                seed=seed,
+                make_step=make_step,
+                progress=None if progress is None else progress(" ".join(overrides)),
+            )
+        except FloatingPointError as error:
+            failed[overrides] = str(error)
+            continue
         values = held_out_values(folder)
         tried.append(Tried(overrides, folder, max(values), len(values), derived))
-    return sorted(tried, key=lambda one: one.held_out, reverse=True)
+    if not tried:
+        first = next(iter(failed))
+        raise ValueError(f"every training failed; the first, {' '.join(first)}: {failed[first]}")
+    return Grid(sorted(tried, key=lambda one: one.held_out, reverse=True), failed)
 
 
 def _share_start(source: Path, folder: Path) -> None:
     """Spares a pruner its work: a start that was computed anew might differ in the last digits."""
-    if folder.exists():
-        return
-    folder.mkdir(parents=True)
-    for name in (START, ORIGIN):  # which counts once the second is there
-        shutil.copyfile(source / name, folder / name)
+    with locked(folder):
+        if not (folder / ORIGIN).exists():
+            for name in (START, ORIGIN):  # which counts once the second is there
+                write_atomically(folder / name, (source / name).read_bytes())

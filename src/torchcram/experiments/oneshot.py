@@ -59,7 +59,7 @@ def one_shot(
         targets: operators as text, pruners too; no ranges.
         device: of all that is computed.
         seed: of the calibration sets.
-        trials: how many calibration sets.
+        trials: how many calibration sets; texts need none.
         save_to: a folder for the compressed models, tuned with the last set; `global:0.9` becomes
             `global-0.9.safetensors`.
         progress: told of every target as soon as it is measured.
@@ -72,6 +72,7 @@ def one_shot(
     operators = _read_targets(targets)
     if trials < 1:
         raise ValueError(f"trials={trials!r} is not a positive number")
+    untuned = isinstance(data, TextSet)  # no statistics to tune
     names = target_weights(recipe, model)
     test = build_batches(recipe, data, train=False, device=device, seed=seed, team=team)
 
@@ -90,11 +91,9 @@ def one_shot(
             else:
                 small = compress(model, operator, weights=names)
         parameters = dict(small.named_parameters())
-        before, after = tested(), []
-        for trial in range(trials):
-            if isinstance(data, TextSet):  # no statistics to tune
-                after.append(before)
-                continue
+        before = tested()
+        after = [before] if untuned else []
+        for trial in range(0 if untuned else trials):
             tune_(small, recipe, data, device=device, seed=seed, trial=trial)
             take_statistics_(small, team)
             after.append(tested())
@@ -106,7 +105,7 @@ def one_shot(
             before=before.value,
             after=mean(values),
             after_std=std(values),
-            trials=trials,
+            trials=len(after),
             others=after[-1].others,
             seconds=seconds,
         )

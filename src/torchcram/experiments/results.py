@@ -35,6 +35,7 @@ class TargetResult:
         trials: how many calibration sets.
         others: further metrics, by name; as `after`.
         seconds: that a pruner took, which looks at data.
+        samples: training samples it was calibrated on, where that is not what the recipe says.
     """
 
     operator: str
@@ -46,6 +47,7 @@ class TargetResult:
     trials: int = 1
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
     seconds: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    samples: int | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(bool(self.operator.strip()), "operator", self.operator, "an operator as text")
@@ -55,6 +57,7 @@ class TargetResult:
             _require_fraction("after_std", self.after_std)
         require(self.trials >= 1, "trials", self.trials, "at least 1")
         require((self.seconds or 0) >= 0, "seconds", self.seconds, "at least 0")
+        require(self.samples is None or self.samples >= 1, "samples", self.samples, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class SeedResult:
         versions: of the packages, by name.
         processes: how many trained it together, at the end.
         others: further metrics of the model as trained, by name.
+        chosen: settings out of a grid that it was trained with, on top of the recipe.
     """
 
     seed: int
@@ -80,6 +84,7 @@ class SeedResult:
     versions: dict[str, str]
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    chosen: tuple[str, ...] = field(default=(), metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")

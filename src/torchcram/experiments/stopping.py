@@ -73,7 +73,8 @@ class StoppingRun(Run):
                     save_model(self.model, self.folder / BEST.format(self.done))
                 self._save()
                 if self.team.first:
-                    _remove_all_but(self.folder, _best(values))
+                    # the one of the checkpoint before this stays: that may have to be gone back to
+                    _remove_all_but(self.folder, {_best(values), _best(values[:-1])})
                 loop.tell(record.epoch, record)
         self._leave(_best(values), data)
 
@@ -88,7 +89,7 @@ class StoppingRun(Run):
             save_model(self.model, self.folder / MODEL)
             finished = Finished(found.value, self.seconds, self.team.count, found.others)
             write_info(self.folder, replace(self.info, finished=finished))
-            path.unlink()
+            _remove_all_but(self.folder, set())
 
 
 def held_out_values(folder: Path, rounds: int | None = None) -> list[float]:
@@ -128,7 +129,7 @@ def _on_cpu(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def _remove_all_but(folder: Path, best: int) -> None:
+def _remove_all_but(folder: Path, kept: set[int]) -> None:
     for path in folder.glob(BEST.format(0).replace("0000", "*")):
-        if path.name != BEST.format(best):
+        if path.name not in map(BEST.format, kept):
             path.unlink(missing_ok=True)

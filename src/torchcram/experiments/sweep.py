@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ Overrides = tuple[str, ...]
 
 HELD_OUT = 0.1  # of the training set, to validate on
 VALIDATION = "validation.json"
-FIXED = ("name", "title", "data", "compress")  # what all points have in common
+FIXED = ("name", "title", "data", "text", "compress")  # what all points have in common
 LONGEST = 100  # characters of a folder's name
 _SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # what stays as it is in one
 
@@ -110,7 +110,11 @@ def sweep(
 
     Returns:
         The points, best first; where scores are equal, in the order they were given.
+
+    Raises:
+        ValueError: if texts would have to be tokenised for more than one model.
     """
+    require_same_texts(recipes.values())
     held = _held_out(data)
     wanted = [str(parse_operator(text)) for text in score]
     points = []
@@ -135,6 +139,15 @@ def sweep(
         value = mean([after[operator] for operator in wanted or recipe.compress.to])
         points.append(Point(overrides, name, value, found.dense, after))
     return sorted(points, key=lambda one: -1.0 if one.score is None else one.score, reverse=True)
+
+
+def require_same_texts(recipes: Iterable[Recipe]) -> None:
+    """Refuses recipes whose texts are not the same tokens: data is loaded once, for all of them."""
+    models = {recipe.model.name for recipe in recipes if recipe.text is not None}
+    if len(models) > 1:
+        raise ValueError(
+            f"the texts are tokenised for one model, and there are {', '.join(sorted(models))}"
+        )
 
 
 def _held_out(data: AnyData) -> AnyData:

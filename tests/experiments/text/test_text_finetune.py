@@ -7,6 +7,7 @@ from runs import digits, run
 from runs import recipe as digits_recipe
 from safetensors.torch import load_file
 
+from torchcram.experiments import derived_grid
 from torchcram.experiments.evaluate import score_on_test
 from torchcram.experiments.loop import Loop
 from torchcram.experiments.pruning import pruned
@@ -138,8 +139,92 @@ def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
     starts = [load_file(one / "start.safetensors")[QUERY] for one in folders]
     assert starts[0].equal(starts[1])
     result = read_result(f"results/{CRAM}-finetune-obs-m8-r2-uniform-0.7.json")
-    assert result.recipe["train"]["label_smoothing"] == 0.2
+    assert result.seeds[0].chosen == ("train.label_smoothing=0.2",)
     assert result.seeds[0].targets[0].operator == "obs:m8:r2@uniform:0.7"
+
+
+def test_every_seed_may_choose_another_point(finished, questions, monkeypatch):
+    values = iter([0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1] + 4 * [0.2] + 4 * [0.6])
+    monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
+    words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1, "--results", "results"]
+    for seed in (0, 1):
+        given = tuned(finished, questions, f"grid{seed}", *words, "--seed", seed)
+        succeed(*given)
+    result = read_result(f"results/{CRAM}-finetune-uniform-0.7.json")
+    assert result.recipe["train"]["label_smoothing"] == 0.2  # that of the run
+    assert [one.chosen for one in result.seeds] == [
+        ("train.label_smoothing=0",),
+        ("train.label_smoothing=0.2",),
+    ]
+    other = tuned(finished, questions, "grid2", *words, "--set", "train.batch_size=2")
+    assert "they differ in train.batch_size" in fail(*other)
+    assert not Path("grid2").exists()  # before the work
+
+
+def test_a_point_that_fails_fails_alone(finished, questions):
+    words = ["--grid", "optimizer.lr=1e30,0.01", "--epochs", 1]
+    given = [*tuned(finished, questions, "grid", *words)][:-2]  # without --set optimizer.lr
+    done = succeed(*given)
+    assert "run: grid/optimizer.lr=0.01" in done.stdout
+    assert "failed" in done.stdout
+    assert "run: grid/optimizer.lr=0.01" in succeed(*given).stdout  # as often as one likes
+    words = ["--grid", "optimizer.lr=1e30,1e31", "--epochs", 1]
+    said = fail(*tuned(finished, questions, "all", *words)[:-2])
+    assert "every training failed; the first, optimizer.lr=1e+30: " in said
+
+
+def test_points_are_compared_on_one_part_of_the_same_tokens(finished, questions):
+    def refused(grid):
+        return fail(*tuned(finished, questions, "grid", "--grid", grid))
+
+    assert "not the same for all" in refused("train.early_stopping.held_out=0.1,0.4")
+    assert "text.length is the same for all points" in refused("text.length=48,24")
+    assert not Path("grid").exists()
+    shorter = options("text.length=24", "text.stride=8")
+    assert "of other data" in fail(*tuned(finished, questions, "on"), *shorter)
+
+
+def test_a_start_that_was_copied_by_half_is_copied_again(finished, questions, monkeypatch):
+    words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1]
+    given = tuned(finished, questions, "grid", *words)
+    real = derived_grid.write_atomically
+
+    def interrupted(path, content):
+        if path.name == "start.json":
+            raise KeyboardInterrupt
+        real(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(derived_grid, "write_atomically", interrupted)
+        assert command(*given).exit_code == 130
+    succeed(*given)
+    starts = [one.read_bytes() for one in sorted(Path("grid").glob("*/start.safetensors"))]
+    assert len(starts) == 2
+    assert starts[0] == starts[1]
+
+
+def test_the_best_of_the_checkpoint_before_stays(finished, questions, monkeypatch):
+    values, kept, real = iter([0.1, 0.5, 0.6, 0.2, 0.2, 0.2]), [], StoppingRun._save
+
+    def save(self):
+        real(self)
+        kept.append(sorted(path.name for path in self.folder.glob("best-*")))
+
+    monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(StoppingRun, "_save", save)
+    succeed(*tuned(finished, questions, "on"))
+    assert [names[-1] for names in kept[:3]] == [f"best-000{n}.safetensors" for n in (1, 2, 3)]
+    assert "best-0002.safetensors" in kept[2]  # what the second checkpoint needs
+    assert "best-0001.safetensors" not in kept[3]
+    assert not list(Path("on").glob("best-*"))
+
+
+def test_samples_of_pruners_are_told(finished, questions):
+    words = ["compress", finished, "--to", "wanda@uniform:0.5", "--data", questions]
+    succeed(*words, "--samples", 4, "--bnt-trials", 3, "--results", "results")
+    (seed,) = read_result(f"results/{CRAM}.json").seeds
+    (target,) = seed.targets
+    assert (target.samples, target.trials, target.after_std) == (4, 1, None)
 
 
 def test_a_pruner_moves_what_stays_and_its_zeros_are_held(finished, questions):
@@ -156,12 +241,17 @@ def test_a_pruner_moves_what_stays_and_its_zeros_are_held(finished, questions):
     assert not Path("no").exists()
 
 
-def test_plain_training_can_be_ended_early_too_but_not_with_images(tiny, questions, tmp_path):
+def test_plain_training_can_be_ended_early_too_but_not_with_images(
+    tiny, questions, tmp_path, monkeypatch
+):
     sets = options(f"model.name={tiny}", "compress.to=[uniform:0.5]", *SETS)
-    stop = options("train.early_stopping={tests: 2, patience: 1}")
-    given = ["train", CRAM, "--data", questions, "--epochs", 1, *sets, *stop, "--out", "run"]
-    succeed(*given)
-    assert 1 <= len(read_log(Path("run"))) <= 2
+    stop = options("train.early_stopping={tests: 2, patience: 1}", "compress.watch=null")
+    given = ["train", CRAM, "--data", questions, "--epochs", 3, *sets, *stop, "--out", "run"]
+    values = iter([0.5, 0.4])
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
+        succeed(*given)
+    assert held_out_values(Path("run")) == [0.5, 0.4]  # of six rounds
     with pytest.raises(ValueError, match=r"train\.early_stopping is for texts"):
         run(tmp_path / "images", digits_recipe("train.early_stopping={}"), digits())
 
