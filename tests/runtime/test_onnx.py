@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import pytest
@@ -150,6 +151,50 @@ def test_the_batch_is_open_if_asked_for(tmp_path, dynamic):
             run(tmp_path / "a.onnx", x)
 
 
+class Positions(nn.Module):
+    """Adds a row per token.
+
+    `wrong` is a dimension: once exported, outputs are right only where its size is 3.
+    """
+
+    def __init__(self, *, wrong=None):
+        super().__init__()
+        self.inner, self.wrong = nn.Linear(4, 4), wrong
+        self.rows = nn.Parameter(torch.randn(12, 4))
+
+    def forward(self, x):
+        out = self.inner(x) + self.rows[: x.shape[1]]
+        if self.wrong is None:
+            return out
+        return out * (3 if torch.compiler.is_exporting() else x.shape[self.wrong])
+
+
+def test_other_dimensions_are_open_if_asked_for(tmp_path):
+    model, path = Positions().eval(), tmp_path / "a.onnx"
+    tokens = torch.export.Dim("tokens", max=12)
+    export_onnx(model, (torch.randn(2, 6, 4),), path, dynamic_dims=[{1: tokens}])
+    for shape in ((2, 6, 4), (3, 11, 4), (1, 2, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(run(path, x)[0], model(x))
+    fixed = tmp_path / "b.onnx"
+    export_onnx(model, (torch.randn(2, 6, 4),), fixed)
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument):
+        run(fixed, torch.randn(2, 5, 4))
+
+
+@pytest.mark.parametrize(("wrong", "shape"), [(0, (4, 3, 4)), (1, (3, 2, 4))])
+def test_other_sizes_are_compared_too(tmp_path, wrong, shape):
+    dims = [{1: torch.export.Dim("tokens", max=12)}]
+    with pytest.raises(ValueError, match=re.escape(f"differs on inputs of {shape}: ")):
+        export_onnx(
+            Positions(wrong=wrong).eval(),
+            (torch.randn(3, 3, 4),),
+            tmp_path / "a.onnx",
+            dynamic_dims=dims,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_gives_something_else_never_takes_the_place(tmp_path, monkeypatch):
     path = tmp_path / "a.onnx"
     path.write_bytes(b"before")
@@ -160,7 +205,7 @@ def test_a_file_that_gives_something_else_never_takes_the_place(tmp_path, monkey
         bias.const_value = type(bias.const_value)(bias.const_value.raw + 1, name="2.bias")
 
     monkeypatch.setattr(module, "put_integers", spoil)
-    with pytest.raises(ValueError, match=r"output '.*' differs on a batch of 3: by 1 "):
+    with pytest.raises(ValueError, match=r"output '.*' differs on inputs of \(3, 8\): by 1 "):
         export_onnx(mlp(), (torch.randn(3, 8),), path)
     assert [one.name for one in tmp_path.iterdir()] == ["a.onnx"]
     assert path.read_bytes() == b"before"
@@ -178,6 +223,9 @@ def test_what_onnx_cannot_say_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+DIM = torch.export.Dim("tokens")
+
+
 @pytest.mark.parametrize(
     ("example", "options", "message"),
     [
@@ -188,6 +236,10 @@ def test_what_onnx_cannot_say_is_named(tmp_path):
         ((torch.randn(2, 8),), {"input_names": ["a", "b"]}, "1 inputs, but the input_names"),
         ((torch.randn(2, 8),), {"output_names": ["a", "b"]}, "1 outputs, but the output_names"),
         ((torch.randn(2, 8),), {"operator": "int9"}, "int9"),
+        ((torch.randn(2, 8),), {"dynamic_dims": [{}, {}]}, "1 inputs, but dynamic_dims has 2"),
+        ((torch.randn(2, 8),), {"dynamic_dims": [{2: DIM}]}, r"dimension 2 of an input of shape"),
+        ((torch.randn(2, 1),), {"dynamic_dims": [{1: DIM}]}, r"of size 2 or more"),
+        ((torch.randn(2, 8),), {"dynamic_dims": [{0: DIM}]}, r"allowed: from 1 on"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, example, options, message):

@@ -18,6 +18,7 @@ from torchcram.experiments.evaluate import score_on_test
 from torchcram.experiments.outcome import measure
 from torchcram.experiments.recipe_changes import as_name, with_targets
 from torchcram.experiments.run_folder import load_model_, save_model
+from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,7 +174,16 @@ def _write(
     batches = build_batches(trained.recipe, data, train=False, device=cpu, seed=0)
     inputs, _ = next(iter(batches.epoch(0)))
     weights = target_weights(trained.recipe, model)
-    export_onnx(model, (inputs[:SAMPLES],), path, operator=operator, weights=weights)
+    text = trained.recipe.text
+    dims = None if text is None else [{2: torch.export.Dim("tokens", max=text.length)}]
+    export_onnx(
+        model,
+        (inputs[:SAMPLES],),
+        path,
+        operator=parse_pruner(operator),
+        weights=weights,
+        dynamic_dims=dims,
+    )
     return path
 
 

@@ -19,16 +19,17 @@ from torch import Tensor
 from torchcram.files import written_aside
 from torchcram.operators import as_operator
 from torchcram.passes import eval_mode
-from torchcram.runtime.onnx_check import check, check_dtypes, check_example
+from torchcram.runtime.onnx_check import check, check_dims, check_dtypes, check_example
 from torchcram.runtime.onnx_graph import Stored, put_integers, strip
 from torchcram.runtime.onnx_integers import find_integers, quantizer_of
 from torchcram.weights import weights_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from torch import nn
+    from torch.export import Dim
     from torch.onnx import ONNXProgram
 
     from torchcram.operators import Operator
@@ -47,14 +48,16 @@ def export_onnx(
     operator: Operator | str | None = None,
     weights: Weights | None = None,
     dynamic_batch: bool = True,
+    dynamic_dims: Sequence[Mapping[int, Dim]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
     """Writes `model`, in eval mode, to an ONNX file that gives the same outputs.
 
     Before the file is put in place, ONNX Runtime runs it on `example` and, with a dynamic batch, on
-    one more sample, and the outputs are compared with those of PyTorch. After an error, what was at
-    `path` is still there and nothing else.
+    one more sample, and on the example cut to half along the other dynamic dimensions; the outputs
+    are compared with those of PyTorch. After an error, what was at `path` is still there and
+    nothing else.
 
     Args:
         model: compressed already, in float32.
@@ -64,6 +67,8 @@ def export_onnx(
             stored as integers: int4 for 4 bits, else int8.
         weights: what was compressed; by default all `compressible_weights(model)`.
         dynamic_batch: leave open how many samples there are, the first dimension of every input.
+        dynamic_dims: what else to leave open, for each input by dimension, such as
+            `[{1: torch.export.Dim("tokens", max=384)}]`.
         input_names: in the order of `example`; by default the names that `forward` has for them.
         output_names: in the order in which the outputs are returned.
 
@@ -75,11 +80,13 @@ def export_onnx(
         importlib.import_module(package)  # what is missing is named before the work begins
     operator = None if operator is None else as_operator(operator)
     check_example(example, dynamic_batch, input_names)
+    check_dims(example, dynamic_dims)
+    dims = dynamic_dims or [{} for _ in example]
     check_dtypes(model)
     stored = _stored(model, operator, weights)
     model, example = _on_cpu(model, example)
     with eval_mode(model), torch.no_grad():
-        program = _export(model, example, dynamic_batch, input_names, output_names)
+        program = _export(model, example, _shapes(dims, dynamic_batch), input_names, output_names)
         put_integers(program.model, stored)
         program.optimize()
         strip(program.model)
@@ -88,7 +95,7 @@ def export_onnx(
         _check_size(program)
         with written_aside(Path(path)) as aside:
             program.save(aside)
-            check(aside, model, _batches(example) if dynamic_batch else [example])
+            check(aside, model, _batches(example, dims, dynamic_batch))
 
 
 def _stored(model: nn.Module, operator: Operator | None, weights: Weights | None) -> list[Stored]:
@@ -110,20 +117,17 @@ def _stored(model: nn.Module, operator: Operator | None, weights: Weights | None
 def _export(
     model: nn.Module,
     example: tuple[Tensor, ...],
-    dynamic_batch: bool,
+    shapes: tuple[dict[int, Dim], ...] | None,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
 ) -> ONNXProgram:
-    shapes = None
-    if dynamic_batch:
-        if example[0].shape[0] == 1:  # torch.export takes a size of 1 for a constant
-            example = tuple(torch.cat([value, value]) for value in example)
-        batch = torch.export.Dim("batch")
-        shapes = tuple({0: batch} for _ in example)
+    if shapes is not None and 0 in shapes[0] and example[0].shape[0] == 1:
+        # torch.export takes a size of 1 for a constant
+        example = tuple(torch.cat([value, value]) for value in example)
     try:
         with warnings.catch_warnings():
-            # every input has the same batch, and is told so
-            warnings.filterwarnings("ignore", "# The axis name: batch will not be used")
+            # inputs have the same batch, or tokens, and are told so
+            warnings.filterwarnings("ignore", "# The axis name: .* will not be used")
             program = torch.onnx.export(
                 model,
                 example,
@@ -158,9 +162,28 @@ def _on_cpu(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[nn.Module, t
     return model, tuple(value.detach().cpu() for value in example)
 
 
-def _batches(example: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """The example, and another number of samples."""
-    return [example, tuple(torch.cat([value, value[:1]]) for value in example)]
+def _shapes(
+    dims: Sequence[Mapping[int, Dim]], dynamic_batch: bool
+) -> tuple[dict[int, Dim], ...] | None:
+    batch = {0: torch.export.Dim("batch")} if dynamic_batch else {}
+    shapes = tuple({**batch, **one} for one in dims)
+    return shapes if any(shapes) else None
+
+
+def _batches(
+    example: tuple[Tensor, ...], dims: Sequence[Mapping[int, Dim]], dynamic_batch: bool
+) -> list[tuple[Tensor, ...]]:
+    """The example, another number of samples, and half of what else is dynamic."""
+    found = [example]
+    if dynamic_batch:
+        found.append(tuple(torch.cat([value, value[:1]]) for value in example))
+    if any(dims):
+        cut = list(example)
+        for place, some in enumerate(dims):
+            for dim in some:
+                cut[place] = cut[place].narrow(dim, 0, -(-cut[place].shape[dim] // 2))
+        found.append(tuple(value.contiguous() for value in cut))
+    return found
 
 
 def _check_size(program: ONNXProgram) -> None:

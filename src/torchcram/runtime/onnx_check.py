@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -34,6 +34,23 @@ def check_example(
         )
     if input_names is not None and len(input_names) != len(example):
         raise ValueError(f"{len(example)} inputs, but the input_names are {list(input_names)}")
+
+
+def check_dims(
+    example: tuple[Tensor, ...], dynamic_dims: Sequence[Mapping[int, object]] | None
+) -> None:
+    """Refuses dimensions that inputs do not have, the batch, and those of size 1."""
+    if dynamic_dims is None:
+        return
+    if len(dynamic_dims) != len(example):
+        raise ValueError(f"{len(example)} inputs, but dynamic_dims has {len(dynamic_dims)} entries")
+    for place, (value, some) in enumerate(zip(example, dynamic_dims, strict=True)):
+        for dim in some:
+            if not 1 <= dim < value.dim() or value.shape[dim] < 2:
+                raise ValueError(
+                    f"dynamic_dims[{place}] has dimension {dim!r} of an input of shape "
+                    f"{tuple(value.shape)}; allowed: from 1 on, of size 2 or more"
+                )
 
 
 def check_dtypes(model: nn.Module) -> None:
@@ -71,7 +88,7 @@ def check(path: Path, model: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -
     for batch in batches:
         expected = [one for one in tree_leaves(model(*batch)) if isinstance(one, Tensor)]
         given = {name: value.numpy() for name, value in zip(inputs, batch, strict=True)}
-        where = f"on a batch of {len(batch[0])}" if batch[0].dim() else "on the example"
+        where = f"on inputs of {' and '.join(str(tuple(one.shape)) for one in batch)}"
         try:
             found = session.run(None, given)
         except Exception as error:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from commands import succeed
 
-from torchcram import artifact, compressible_weights
+from torchcram import artifact, compress, compressible_weights
 from torchcram.experiments.evaluate import score_on_test
 from torchcram.experiments.results import read_result
+from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.load import load_text
 from torchcram.experiments.train import load_trained
 
@@ -61,3 +62,23 @@ def test_embeddings_are_rounded_and_tested_as_they_come_out_of_the_file(run, que
     data = load_text(trained.recipe, questions)
     model = artifact.load(coarse, trained.model)
     assert score_on_test(model, trained.recipe, data, device=torch.device("cpu")).value == said
+
+
+def test_onnx_files_take_texts_of_any_length(run, questions):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    words = ("--data", questions, "--format", "onnx", "--out", "files")
+    succeed("export", run, "--to", "uniform:0.5", "--to", "wanda@uniform:0.5", *words)
+    trained = load_trained(run, torch.device("cpu"))
+    data = load_text(trained.recipe, questions)
+    small = compress(
+        trained.model, "uniform:0.5", weights=compressible_weights(trained.model, only="encoder")
+    )
+    session = onnxruntime.InferenceSession("files/uniform-0.5.onnx")
+    (name,) = [one.name for one in session.get_inputs()]
+    batches = TextBatches(data.test, batch_size=2, device="cpu", seed=0, train=False)
+    whole = batches.at(torch.tensor([0, 1]), int(data.test.lengths.max()))[0]
+    for inputs in (whole, whole[..., :20].contiguous()):
+        (found,) = session.run(None, {name: inputs.numpy()})
+        with torch.no_grad():
+            expected = small(inputs)
+        torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-4, atol=1e-4)
