@@ -30,7 +30,7 @@ class KernelsBuildHook(BuildHookInterface):
         tools = runpy.run_path(str(Path(self.root) / NATIVE / "compiling.py"))
         try:
             library: Path = tools["build"]()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # the latter of a folder that is read-only
             if wish == "require":
                 raise
             self.app.display_warning(f"the wheel gets no kernels: {error}")

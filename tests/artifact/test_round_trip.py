@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from nets import OPERATORS, ConvNet
 from torch import nn
 
-from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK, artifact, compress_
+from torchcram import (
+    NM,
+    Chain,
+    GlobalTopK,
+    Quantize,
+    RowTopK,
+    UniformTopK,
+    artifact,
+    compress,
+    compress_,
+)
 from torchcram.artifact import places
 from torchcram.artifact.integers import same_bits
 from torchcram.layers import LayerWeights
@@ -244,3 +254,39 @@ def test_a_machine_without_the_library_reads_the_same(tmp_path, monkeypatch, ope
         patch.setattr(places, "expand_", lambda *_: False)
         same(artifact.load(path), model.state_dict())
     same(artifact.load(path), model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("operator", ["int4", "int8", "global:0.5+int4"])
+def test_a_file_of_16_bits_in_a_model_of_32(path, dtype, operator):
+    torch.manual_seed(0)
+    model = compress(nn.Sequential(nn.Linear(33, 17)).to(dtype), operator)
+    artifact.save(path, model, operator=operator)
+    found = artifact.load(path, nn.Sequential(nn.Linear(33, 17)))
+    for name, value in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value.float()), name
+
+
+def test_two_tensors_are_not_loaded_into_one(path):
+    two = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    artifact.save(path, two)
+    one = nn.ModuleDict({"a": nn.Linear(8, 8)})
+    one["b"] = one["a"]
+    before = one["a"].weight.clone()
+    with pytest.raises(ValueError, match=r"'a\.\w+' and 'b\.\w+' are two tensors in the file"):
+        artifact.load(path, one)
+    assert torch.equal(one["a"].weight, before)
+
+
+def test_a_model_without_memory_is_refused(path):
+    artifact.save(path, nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'weight' of the model is on the meta device"):
+        artifact.load(path, nn.Linear(4, 4, device="meta"))
+
+
+def test_views_that_overlap_are_stored(path):
+    whole = torch.randn(10)
+    artifact.save(path, {"all": whole, "some": whole[2:7], "end": whole[5:]})
+    found = artifact.load(path)
+    assert torch.equal(found["some"], whole[2:7])
+    assert torch.equal(found["end"], whole[5:])

@@ -75,3 +75,16 @@ def test_what_cannot_be_rounded_is_refused_before_a_file_is_there(tmp_path, mode
     with pytest.raises(ValueError, match=said):
         artifact.save(tmp_path / "net", model, embeddings=to)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_that_another_layer_has_first_is_found(tmp_path):
+    class Reversed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 50, bias=False)
+            self.words = nn.Embedding(50, 16)
+            self.words.weight = self.head.weight
+
+    manifest = artifact.save(tmp_path / "net", Reversed(), embeddings="int8")
+    assert str(manifest.tensors["head.weight"].encoding) == "dense+int8"
+    assert manifest.tied == {"words.weight": "head.weight"}

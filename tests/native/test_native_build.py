@@ -28,6 +28,15 @@ def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
         compiling.build(tmp_path / "kernels.so")
 
 
+def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
+    tool = tmp_path / "my tool"
+    tool.touch(mode=0o755)
+    monkeypatch.setenv("CXX", f"'{tool}' -m64 -DX=1")
+    assert compiling.compiler() == [str(tool), "-m64", "-DX=1"]
+    monkeypatch.setenv("CXX", " ")
+    assert compiling.compiler() is None
+
+
 @needs_kernels
 def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "_COMMON", ["-no-such-option"])
@@ -66,3 +75,29 @@ def test_without_a_compiler_the_wheel_is_for_every_machine(hook, monkeypatch):
     monkeypatch.setenv("TORCHCRAM_KERNELS", "require")
     with pytest.raises(RuntimeError, match="no C"):
         hook.initialize("standard", data)
+
+
+def test_a_folder_that_is_read_only_gives_a_wheel_for_every_machine(hook, monkeypatch):
+    def build():
+        raise PermissionError("libtorchcram.123")
+
+    monkeypatch.setattr(runpy, "run_path", lambda _: {"build": build})
+    data = {"artifacts": []}
+    hook.initialize("standard", data)
+    assert data == {"artifacts": []}
+    assert "libtorchcram.123" in hook.warnings[0]
+
+
+def test_a_library_that_cannot_be_loaded_says_why(monkeypatch, tmp_path):
+    from torchcram.native import library
+
+    (tmp_path / "cut.so").write_bytes(b"\x7fELF")
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "cut.so")
+    library.find.cache_clear()
+    library.library.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="file too short"):
+            assert not library.available()
+    finally:
+        library.find.cache_clear()
+        library.library.cache_clear()

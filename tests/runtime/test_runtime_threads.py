@@ -1,6 +1,8 @@
 """The kernels in threads, in forked processes, with torch's number of threads."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -95,3 +97,28 @@ def test_after_a_fork():
     child.join(30)
     assert child.exitcode == 0
     assert torch.equal(torch.from_numpy(found), layer(x))
+
+
+FIRST = """
+import os, signal, torch
+from torchcram.runtime.modules import SparseLinear
+torch.set_num_threads(2)
+torch.relu(torch.randn(4_000_000)).sum()  # the threads of the parent exist by now
+weight = torch.randn(100, 100) * (torch.rand(100, 100) < 0.2)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(int(SparseLinear(weight, None)(torch.randn(256, 100)).shape != (256, 100)))
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_child_may_be_the_first_to_load_them():
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ran.stdout == "0\n", ran.stderr

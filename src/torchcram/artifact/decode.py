@@ -38,7 +38,7 @@ def decode(parts: Mapping[str, Tensor], form: Form, out: Tensor | None = None) -
 
 def _memory_of(out: Tensor | None, form: Form) -> Tensor | None:
     """Returns the memory of `out` where values can be put without detours."""
-    if out is None or out.device.type != "cpu" or out.dtype != form.computed_in:
+    if out is None or out.device.type != "cpu" or not out.dtype == form.dtype == form.computed_in:
         return None
     return out.view(-1) if form.in_order and out.is_contiguous() else None
 

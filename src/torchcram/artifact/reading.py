@@ -78,6 +78,7 @@ def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
     if any(name not in into for name in (*reader.manifest.tensors, *tied)):
         model.load_state_dict(load(path))  # a hook gives its state other names
         return model
+    _require_own_memory(reader, into)
     parts = reader.each(reader.parts)
 
     @torch.no_grad()
@@ -101,6 +102,23 @@ def verify(path: str | PathLike[str]) -> Manifest:
     for name in reader.manifest.tensors:
         reader.tensor(name, thorough=True)
     return reader.manifest
+
+
+def _require_own_memory(reader: Reader, into: dict[str, Tensor]) -> None:
+    """Refuses a model that has one tensor for several of the file, and one without memory."""
+    seen: dict[int, str] = {}
+    for name in reader.manifest.tensors:
+        if into[name].is_meta:
+            raise ValueError(
+                f"{reader.path}: {name!r} of the model is on the meta device, without memory; "
+                "allowed: model.to_empty(device=...) before"
+            )
+        other = seen.setdefault(into[name].data_ptr(), name) if into[name].numel() else name
+        if other != name:
+            raise ValueError(
+                f"{reader.path}: {other!r} and {name!r} are two tensors in the file, and one in "
+                "this model"
+            )
 
 
 def _require_model(reader: Reader, model: nn.Module) -> None:

@@ -21,12 +21,16 @@ def find_tables(
     """
     if not isinstance(model, nn.Module):
         return {}
-    names = [
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
+    tables = {
+        module.weight.data_ptr()  # whatever it is called: a table may be that of another layer, too
+        for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    ]
-    return {name: tensors[name] for name in names if name in tensors}
+    }
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.data_ptr() in tables and tensor.dim() == 2
+    }
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ def save(
         tables = round_tables(tables, embeddings)
     hints, rounding = Hints.of(_without_pruners(operator)), Hints.of(_without_pruners(embeddings))
     parts: dict[str, Tensor] = {}
+    memory: set[int] = set()
     entries = {}
     for name, tensor in tensors.items():
         value = tables.get(name, tensor).detach().cpu().contiguous()
@@ -87,11 +88,20 @@ def save(
         for part, key in form.encoding.keys(name).items():
             if key in parts or key == "__metadata__":
                 raise ValueError(f"{name!r} cannot be stored beside a tensor named {key!r}")
-            parts[key] = stored[part]
+            parts[key] = _alone(stored[part], memory)
     said = None if operator is None else str(operator)
     manifest = Manifest(entries, tied, said, __version__, dict(metadata or {}))
     _write(Path(path), parts, manifest)
     return manifest
+
+
+def _alone(part: Tensor, memory: set[int]) -> Tensor:
+    """Returns a tensor that shares no memory with the others, which safetensors refuses."""
+    place = part.untyped_storage().data_ptr()
+    if part.numel() and place in memory:
+        return part.clone()
+    memory.add(place)
+    return part
 
 
 def _without_pruners(operator: Operator | str | None) -> Operator | None:

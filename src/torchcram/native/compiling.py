@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,10 +28,13 @@ _LEVELS = {
 }
 
 
-def compiler() -> str | None:
-    """Returns the C++ compiler: the one named by CXX, or else g++ or clang++ where there is one."""
+def compiler() -> list[str] | None:
+    """Returns the C++ compiler: CXX, which may have arguments, or else g++ or clang++."""
     named = os.environ.get("CXX")
-    return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")
+    for words in [shlex.split(named)] if named else [["g++"], ["clang++"]]:
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
+    return None
 
 
 def build(target: Path = LIBRARY) -> Path:
@@ -53,10 +57,10 @@ def build(target: Path = LIBRARY) -> Path:
         objects = []
         for source, name, flags in units:
             objects.append(f"{folder}/{name}.o")
-            _run([found, *_COMMON, *flags, "-c", str(source), "-o", objects[-1]])
+            _run([*found, *_COMMON, *flags, "-c", str(source), "-o", objects[-1]])
         library = f"{folder}/{target.name}"
         own = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
-        _run([found, "-shared", "-pthread", *own, *objects, "-o", library])
+        _run([*found, "-shared", "-pthread", *own, *objects, "-o", library])
         part = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, part)
         part.replace(target)  # whoever has the old one loaded keeps it

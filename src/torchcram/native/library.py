@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import warnings
 from pathlib import Path
 
@@ -41,43 +42,61 @@ _FUNCTIONS = {
 LEVELS = ("portable", "avx2", "avx512")
 
 
+class _State:
+    """What is known of this process: why there are no kernels, and whether it was forked."""
+
+    why = ""
+    forked = False  # the OpenMP runtime of torch hangs in a child of a process that has used it
+
+    def note_fork(self) -> None:
+        self.forked = True
+
+
+_state = _State()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_state.note_fork)
+
+
 @functools.cache
 def find() -> ctypes.CDLL | None:
-    """Returns the library, or None where it has not been built."""
+    """Returns the library, or None where it has not been built or cannot be loaded."""
     try:
         found = ctypes.CDLL(str(LIBRARY))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(found, f"torchcram_{name}")
             function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError):  # the latter of a library of another version
+    except (OSError, AttributeError) as error:  # the latter of a library of another version
+        _state.why = str(error) if LIBRARY.exists() else "they have not been built"
         return None
-    found.torchcram_use_openmp(_openmp_of_torch())
+    found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
     return found
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the library, or None, with one warning, where it has not been built."""
-    if find() is None:
+    """Returns the library, or None, with one warning, where it cannot be used."""
+    found = find()
+    if found is None:
         warnings.warn(
-            "torchcram.runtime runs dense: its kernels have not been built for this machine. "
+            "torchcram.runtime runs dense: its kernels cannot be used here, "
+            f"{_state.why}. "
             "With a C++ compiler, `python -m torchcram.runtime.build` builds them.",
             stacklevel=2,
         )
-    return find()
+    return found
 
 
 def kernels() -> ctypes.CDLL:
     """Returns the kernels.
 
     Raises:
-        RuntimeError: if they have not been built.
+        RuntimeError: if they cannot be used.
     """
     found = library()
     if found is None:
         raise RuntimeError(
-            "the kernels of torchcram.runtime have not been built for this machine: "
-            "run `python -m torchcram.runtime.build`"
+            f"the kernels of torchcram.runtime cannot be used, {_state.why}: run "
+            "`python -m torchcram.runtime.build`"
         )
     return found
 
