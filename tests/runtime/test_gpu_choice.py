@@ -32,6 +32,7 @@ def measured(monkeypatch):
         return times.get("Linear" if kind == "deepcopy" else kind)
 
     monkeypatch.setattr(gpu_choice, "_milliseconds", milliseconds)
+    monkeypatch.setattr(gpu_choice, "gives_the_same", lambda *_: True)
     monkeypatch.setattr(gpu_choice, "sparse_linear", lambda *_: nn.Identity())
     gpu_choice.sparse_linear.__name__ = "sparse_linear"
     return times, asked
@@ -60,6 +61,27 @@ def test_what_is_not_faster_stays_dense_and_says_so(measured):
     assert faster is None
     assert choice.kernel == "dense"
     assert choice.reason == "2:4 1.01 x dense, int8 0.25 x dense, at 16 rows"
+
+
+def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
+    measured, monkeypatch
+):
+    times, _ = measured
+    times.update(sparse_linear=0.8, Int8Linear=0.5)
+    layer, integers = layer_and_integers()
+    chooser, answers = Chooser(), iter([True, False])
+    monkeypatch.setattr(gpu_choice, "gives_the_same", lambda *_: next(answers))
+    assert chooser.choose("one", layer, 16, integers=integers)[0].kernel == "int8"
+    choice, made = chooser.choose("two", layer, 16, integers=integers)
+    assert (choice.kernel, made) == ("dense", None)
+    assert choice.reason == "int8 gives something else with these weights"
+
+
+def test_what_gives_the_same_is_seen_from_outputs():
+    layer = nn.Linear(8, 4)
+    other = nn.Linear(8, 4)
+    assert gpu_choice.gives_the_same(layer, layer, 5)
+    assert not gpu_choice.gives_the_same(other, layer, 5)
 
 
 def test_what_cannot_be_run_stays_dense(measured):

@@ -157,3 +157,71 @@ def test_without_the_library_everything_is_dense_and_said_once(monkeypatch, tmp_
             library.kernels()
     finally:
         forget()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+def test_activations_that_8_bits_do_not_suit_are_computed_in_32():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64))
+    torchcram.compress_(model, "uniform:0.7")
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0
+    x = torch.randn(64, 256)
+    x[:, 0] = 2000.0  # one large feature that the layer does not look at
+    fast = prepare(model, x, int8=True)
+    assert relative_error(fast(x), model(x)) < 1e-5
+    assert runtime.report(fast)[0].sparse
+
+
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+def test_layers_that_give_something_else_stay_dense(monkeypatch):
+    monkeypatch.setattr(SparseLinear, "forward", lambda self, x: 2 * x @ self.weight.t())
+    model, x = sparse_model(nn.Sequential(nn.Linear(8, 8, bias=False))), torch.randn(3, 8)
+    fast = prepare(model, x)
+    assert torch.equal(fast(x), model(x))
+    (choice,) = runtime.report(fast)
+    assert not choice.sparse
+    assert choice.reason.endswith("but the outputs are others")
+
+
+class Options(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, scale=2.0, shift=None):
+        x = self.fc(x) * scale
+        return x if shift is None else x + shift
+
+
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+@pytest.mark.parametrize("names", [("x",), ("shift", "x"), ("scale", "x")])
+def test_keyword_arguments_in_any_order(names, capsys):
+    model = sparse_model(Options())
+    every = {"x": torch.randn(3, 8), "shift": torch.randn(3, 8), "scale": torch.tensor(3.0)}
+    given = {name: every[name] for name in names}
+    fast = prepare(model, given)
+    assert relative_error(fast(**given), model(**given)) < 1e-6
+    assert capsys.readouterr().err == ""
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return x, x.sum()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+def test_a_model_of_images_may_return_anything():
+    model, x = sparse_model(Pair()), torch.randn(40, 4, 8, 8)
+    fast = prepare(model, x)
+    for ours, theirs in zip(fast(x), model(x), strict=True):
+        assert relative_error(ours, theirs) < 1e-5

@@ -86,7 +86,11 @@ class Chooser:
         reason = f"{measured}, at {rows} rows"
         if speedups[best] < LEAST:
             return LayerChoice(name, "dense", speedups[best], reason), None
-        return LayerChoice(name, best, speedups[best], reason), usable[best].make()
+        made = usable[best].make()
+        if not gives_the_same(made, layer, rows):  # another layer of this shape was measured
+            reason = f"{best} gives something else with these weights"
+            return LayerChoice(name, "dense", speedups[best], reason), None
+        return LayerChoice(name, best, speedups[best], reason), made
 
     def _time(
         self, kind: str, make: Callable[[], nn.Module], layer: nn.Linear, rows: int
@@ -111,16 +115,27 @@ def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel
 def _milliseconds(make: Callable[[], nn.Module], layer: nn.Linear, rows: int) -> float | None:
     """Times a layer; None where it cannot be run on this GPU or gives something else."""
     weight = layer.weight
-    x = torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
     try:
         first = make()
-        if not agree(first(x), layer(x)):
+        if not gives_the_same(first, layer, rows):
             return None
         count = count_copies(weight.numel() * weight.element_size())
         copies = [first, *(make() for _ in range(count - 1))]
+        x = _random_rows(layer, rows)
         return gpu_milliseconds([partial(one, x) for one in copies])
     except RuntimeError:  # no such kernel in this torch, or not for this GPU
         return None
+
+
+def _random_rows(layer: nn.Linear, rows: int) -> Tensor:
+    weight = layer.weight
+    return torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
+
+
+def gives_the_same(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
+    """Whether a layer gives what the dense one does, but for rounding, on random rows."""
+    x = _random_rows(layer, rows)
+    return agree(made(x), layer(x))
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:

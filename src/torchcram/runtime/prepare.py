@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +20,7 @@ from torchcram.runtime.fuse import as_graph, fuse_tails_, outputs_close
 from torchcram.runtime.layers import Choice, candidates, is_faster
 from torchcram.runtime.modules import SparseConv2d
 
-_CLOSE, _CLOSE_INT8 = 1e-4, 0.2  # to the largest output: rounding, no more
+_CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # to the largest output: rounding, no more
 _REPORT = "_torchcram_report"
 
 
@@ -57,29 +59,42 @@ def prepare(
     if example_inputs is None:
         return _with_report(fast, exchange_layers_(fast, int8=int8))
     with torch.no_grad():
-        expected = call(fast, example_inputs)
+        return _prepared(fast, example_inputs, fuse=fuse, int8=int8)
 
-        def agrees(other: nn.Module) -> bool:
-            relative = _CLOSE_INT8 if int8 else _CLOSE
-            return outputs_close(expected, call(other, example_inputs), relative)
 
-        def pays(other: nn.Module) -> bool:
-            return is_faster(
-                partial(call, dense, example_inputs), partial(call, other, example_inputs)
-            )
+def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> nn.Module:
+    """Returns the fastest of what gives the outputs of `dense` for the example."""
+    expected = call(dense, example)
 
-        dense = copy.deepcopy(fast)
-        graph = as_graph(copy.deepcopy(fast)) if fuse else None
-        fused = None if graph is None else _fused(graph, example_inputs, int8=int8)
-        if fused is not None and agrees(fused) and pays(fused):
-            return fused
-        choices = exchange_layers_(fast, input_shapes(fast, example_inputs), int8=int8)
-        encoder = copy.deepcopy(fast)
-        if fuse and fuse_encoder_(encoder) and agrees(encoder):
-            fast = encoder
-        if any(choice.sparse for choice in choices) and not pays(fast):
-            return _with_report(dense, [_lost(choice) for choice in choices])
-        return _with_report(fast, choices)
+    def agrees(other: nn.Module, *, int8: bool) -> bool:
+        try:
+            found = call(other, example)
+        except Exception:  # noqa: BLE001  what does not run is left out, whatever the reason
+            return False
+        return outputs_close(expected, found, _CLOSE_INT8 if int8 else _CLOSE)
+
+    def pays(other: nn.Module) -> bool:
+        return is_faster(partial(call, dense, example), partial(call, other, example))
+
+    graph = as_graph(copy.deepcopy(dense)) if fuse else None
+    fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
+    if fused is not None and agrees(fused, int8=int8) and pays(fused):
+        return fused
+    shapes = input_shapes(dense, example)
+    for eight in (True, False) if int8 else (False,):
+        fast = copy.deepcopy(dense)
+        choices = exchange_layers_(fast, shapes, int8=eight)
+        if agrees(fast, int8=eight):
+            break
+    else:
+        return _with_report(dense, [_lost(one, "the outputs are others") for one in choices])
+    encoder = copy.deepcopy(fast)
+    if fuse and fuse_encoder_(encoder) and agrees(encoder, int8=eight):
+        fast = encoder
+    if any(choice.sparse for choice in choices) and not pays(fast):
+        said = "the model as a whole is not faster"
+        return _with_report(dense, [_lost(one, said) for one in choices])
+    return _with_report(fast, choices)
 
 
 def report(model: nn.Module) -> tuple[Choice, ...]:
@@ -116,19 +131,23 @@ class InParts(nn.Module):
         return torch.cat([self.model(part) for part in x.split(self.images)])
 
 
-def _fused(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Module | None:
+def _fused(
+    graph: fx.GraphModule, example: Inputs, *, int8: bool, expected: object
+) -> nn.Module | None:
     """Returns the graph with its sparse layers, or None where it does not run."""
     images = 16 * max(1, torch.get_num_threads() // 4)
-    many = isinstance(example, Tensor) and example.dim() == 4 and example.shape[0] > images
-    part = example[:images] if many and isinstance(example, Tensor) else example
+    part, many = example, False
+    if isinstance(example, Tensor) and example.dim() == 4 and len(example) > images:
+        # an output for each image, as far as one can see
+        many = isinstance(expected, Tensor) and expected.shape[:1] == example.shape[:1]
+        part = example[:images] if many else example
     try:
-        shapes = input_shapes(graph, part)
+        with redirect_stderr(io.StringIO()):  # where fx tells of errors, too
+            choices = exchange_layers_(graph, input_shapes(graph, part), int8=int8)
+            _tell_shapes_(graph, part)
+            fuse_tails_(graph)
     except Exception:  # noqa: BLE001  a graph that does not run is no loss
         return None
-    choices = exchange_layers_(graph, shapes, int8=int8)
-    arguments = tuple(part.values()) if isinstance(part, Mapping) else part
-    ShapeProp(graph).propagate(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-    fuse_tails_(graph)
     fast: nn.Module = graph
     if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
         fast = InParts(graph, images)
@@ -136,9 +155,19 @@ def _fused(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Module |
     return _with_report(fast.eval(), choices)
 
 
-def _lost(choice: Choice) -> Choice:
-    """Returns what is said of a layer where the model as a whole is faster dense."""
-    reason = f"{choice.reason}, but the model as a whole is not faster"
+def _tell_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
+    """Notes the shape of every result in the graph."""
+    arguments = example if isinstance(example, tuple) else (example,)
+    if isinstance(example, Mapping):
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        defaults = {str(node.target): node.args[0] if node.args else None for node in inputs}
+        arguments = tuple({**defaults, **example}.values())
+    ShapeProp(graph).propagate(*arguments)
+
+
+def _lost(choice: Choice, why: str) -> Choice:
+    """Returns what is said of a layer that could be faster where the model stays dense."""
+    reason = f"{choice.reason}, but {why}"
     return replace(choice, sparse=False, reason=reason) if choice.sparse else choice
 
 
