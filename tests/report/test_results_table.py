@@ -309,3 +309,13 @@ def test_pruners_and_fine_tuning_have_rows_below_their_method():
     assert [row[0] for row in table[2:]] == ["sgd", "- obs", "- fine-tuned"]  # nothing by Wanda
     assert table[3][1:4] == ["", "85.00 (-5.00)", "70.00 (-20.00)"]
     assert table[4][1:4] == ["", "", "88.00 (-2.00)"]
+
+
+def test_the_terminal_says_what_is_fine_tuned_and_has_all_metrics():
+    one = seed(0, 0.9, {})
+    tuned = replace(one, targets=(target("nm:2:4", 0.88, others={"exact match": 0.5}),))
+    lines = lines_of(result_table(result("sgd-finetune-nm-2-4", [tuned])), width=120)
+    assert "fine-tuned" in "".join(lines)
+    assert "one shot" not in "".join(lines)
+    assert cells_of(lines, "nm:2:4")[-1] == "50.00"
+    assert cells_of(lines, "dense")[-1] == ""

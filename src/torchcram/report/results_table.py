@@ -25,15 +25,17 @@ def result_table(result: Result) -> Table:
     """Returns one line per target, for the terminal; means where there are several seeds."""
     over, tuned = summary.repeated(result), summary.tuned(result)
     name = f"{result.task}/{result.model}/{result.method}"
+    how = "fine-tuned" if "-finetune-" in result.method else "compressed in one shot"
     # as Text, for which brackets are no markup
     table = Table(
-        title=Text(f"{name}: test {result.metric} in % on {result.data}, compressed in one shot"),
+        title=Text(f"{name}: test {result.metric} in % on {result.data}, {how}"),
         caption="sparsity in % of the compressible weights and of all parameters; "
         + ("BNT: batch-norm statistics estimated anew; vs dense: BNT - dense" if tuned else _CHANGE)
         + (f"; ± over {over}" if over else ""),
     )
     table.add_column("target", no_wrap=True)
-    others = list(result.seeds[0].others or ())
+    told = [one.others for seed in result.seeds for one in (seed, *seed.targets)]
+    others = list(dict.fromkeys(name for one in told for name in one or ()))
     measured = ("as is", "BNT") if tuned else (result.metric,)
     timed = any(one.seconds is not None for seed in result.seeds for one in seed.targets)
     for column in ("sparsity", "of all", *measured, "vs dense", *others, *["seconds"] * timed):
