@@ -4,6 +4,7 @@ Nothing is imported from there; the parts are recognised by their names and what
 
     output(h, x) = LayerNorm(dense(h) + x)          with children dense, LayerNorm, dropout
     intermediate(x) = intermediate_act_fn(dense(x))  with children dense, intermediate_act_fn
+    self(x) = softmax(query(x) key(x)^T) value(x)    with children query, key, value, dropout
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchcram.runtime import ops_attention  # noqa: F401  what is registered there is used
 from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
 from torchcram.runtime.modules import SparseFeedForward, SparseLinear
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _OUTPUT = {"dense", "LayerNorm", "dropout"}
 _INTERMEDIATE = {"dense", "intermediate_act_fn"}
+_ATTENTION = {"query", "key", "value", "dropout"}
+_SIZES = ("num_attention_heads", "attention_head_size")
 
 
 class ResidualNorm(nn.Module):
@@ -42,9 +46,32 @@ class ResidualNorm(nn.Module):
         return y
 
 
+class SelfAttention(nn.Module):
+    """softmax(Q K^T scale) V of all heads at once.
+
+    Args:
+        original: what does it where there is a mask or a cache.
+        heads: how many.
+        scale: of the products.
+    """
+
+    def __init__(self, original: nn.Module, heads: int, scale: float) -> None:
+        super().__init__()
+        self.original, self.heads, self.scale = original, heads, scale
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
+        """Returns the outputs of all heads, and no weights."""
+        given = any(each is not None and each is not False for each in (*args, *kwargs.values()))
+        if given or x.dim() != 3:
+            whole: tuple[Tensor | None, ...] = self.original(x, *args, **kwargs)
+            return whole
+        parts = [getattr(self.original, name)(x) for name in ("query", "key", "value")]
+        return torch.ops.torchcram.attention(*parts, self.heads, self.scale), None
+
+
 def fuse_encoder_(model: nn.Module) -> bool:
     """Fuses what it recognises, in place; returns whether there was anything."""
-    found = False
+    found = _fuse_attention_(model)
     for module in list(model.modules()):
         output = _parts(getattr(module, "output", None), _OUTPUT)
         dense = output.get("dense")
@@ -66,6 +93,21 @@ def fuse_encoder_(model: nn.Module) -> bool:
             module.intermediate = first
         module.output = ResidualNorm(layer, output["LayerNorm"])
         found = True
+    return found
+
+
+def _fuse_attention_(model: nn.Module) -> bool:
+    found = False
+    for module in list(model.modules()):
+        original = getattr(module, "self", None)
+        layers = _parts(original, _ATTENTION)
+        heads, size = (getattr(original, name, None) for name in _SIZES)
+        if not isinstance(original, nn.Module) or not isinstance(size, int) or size % 16:
+            continue
+        sparse = any(isinstance(each, (SparseLinear, SparseLinearInt8)) for each in layers.values())
+        if sparse and isinstance(heads, int) and not getattr(original, "is_decoder", False):
+            module.self = SelfAttention(original, heads, size**-0.5)
+            found = True
     return found
 
 

@@ -6,19 +6,19 @@ which elementwise operators leave as it is.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from torchcram.native.library import kernels
 from torchcram.runtime.ops import as_large_as, operators, pointer, require_floats
 from torchcram.runtime.packing import Geometry, described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _INNERMOST = (2, 3, 1, 0)  # [row][column][channel][image] of (image, channel, row, column)
 _BACK = (3, 2, 0, 1)
@@ -107,14 +107,27 @@ def _laid_out(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | N
 def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
     """Returns [image][channel][remainder of the column][row][column], and its rows and columns."""
     (top, left), stride = shape.padding, shape.stride[1]
-    width = x.shape[3] + 2 * left
-    more = -width % stride
-    if top or left or more:
-        x = pad(x, (left, left + more, top, top))
-    size = x.shape[2], x.shape[3] // stride
-    if stride > 1:
-        x = x.unflatten(3, (size[1], stride)).permute(0, 1, 4, 2, 3)
-    return x.contiguous(), size
+    height, width = x.shape[2:]
+    size = height + 2 * top, -(-(width + 2 * left) // stride)
+    x = x.contiguous()
+    if not (top or left or stride > 1):
+        return x, size
+    y = x.new_empty((*x.shape[:2], stride, *size))
+    planes = x.shape[0] * x.shape[1]
+    _pad()(
+        *(x.data_ptr(), planes, height, width, top, left, *size, stride, y.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return y, size
+
+
+@functools.cache
+def _pad() -> Callable[..., None]:
+    function = kernels().torchcram_pad
+    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    function.restype = None
+    function.argtypes = [pointer, *[long] * 8, pointer, ctypes.c_int]
+    return function
 
 
 operators.impl("sparse_conv2d", _sparse_conv2d, "CPU")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PAIRS, PATTERNS = 2, 4
 _PAIRS_FROM = 0.62  # sparsity: below it, rows share so many columns that patterns pay
-_BLOCK = {PAIRS: 128, PATTERNS: 192}  # columns whose panel of 64 tokens stays in L1
+_FEW_FROM = 0.93  # sparsity: from here on, partial sums cost more than the weights
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
     form = form or _form_for(weight)
     call = kernels().torchcram_pack_linear
     rows, inner = weight.shape
-    return _packed(
-        lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK[form], out, room)
-    )
+    block = _block_for(weight, form)
+    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, block, out, room))
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -110,8 +109,21 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _form_for(weight: Tensor) -> int:
-    kept = int(torch.count_nonzero(weight))
-    return PAIRS if kept <= (1 - _PAIRS_FROM) * weight.numel() else PATTERNS
+    return PAIRS if _sparsity(weight) >= _PAIRS_FROM else PATTERNS
+
+
+def _block_for(weight: Tensor, form: int) -> int:
+    """Returns how many columns there are in a block, whose panel of 64 tokens stays in L1.
+
+    The smaller it is, the less is lost where another thread of the core takes a part of L1.
+    """
+    if form == PATTERNS:
+        return 192
+    return 128 if _sparsity(weight) >= _FEW_FROM else 96
+
+
+def _sparsity(weight: Tensor) -> float:
+    return 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
 
 
 def _packed(call: Callable[[int | None, int], int]) -> Tensor:

@@ -1,4 +1,5 @@
 // The kernels, compiled once per instruction set.
+#include "attention.h"
 #include "convolution.h"
 #include "int8.h"
 #include "linear.h"
@@ -26,6 +27,6 @@ constexpr Task kInt8 = nullptr;
 }  // namespace
 
 extern const Kernels TORCHCRAM_KERNELS;
-const Kernels TORCHCRAM_KERNELS = {kName, linear, pixels, images, kInt8};
+const Kernels TORCHCRAM_KERNELS = {kName, linear, pixels, images, attention, kInt8};
 
 }  // namespace torchcram

@@ -84,6 +84,20 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
     Vector sum[2][V];
     begin(sum[0], a, i < rows ? bias : nullptr, i, First);
     begin(sum[1], b, j < rows ? bias : nullptr, j, First);
+    for (; count > 1; count -= 2, s.column += 4, s.value += 4) {
+      uint64_t four;  // columns by one load: it is loads that limit the speed
+      memcpy(&four, s.column, sizeof four);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i, four >>= 32) {
+        const Vector* x = reinterpret_cast<const Vector*>(panel + uint16_t(four));
+        const Vector* y = reinterpret_cast<const Vector*>(panel + uint16_t(four >> 16));
+        const float p = s.value[2 * i], q = s.value[2 * i + 1];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sum[1][v] += y[v] * q;
+      }
+    }
     for (; count > 0; --count, s.column += 2, s.value += 2) {
       const Vector* x = reinterpret_cast<const Vector*>(panel + s.column[0]);
       const Vector* y = reinterpret_cast<const Vector*>(panel + s.column[1]);

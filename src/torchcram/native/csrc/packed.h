@@ -23,7 +23,7 @@ constexpr int kPanel = 64;           // tokens
 constexpr int kPanelBytes = 256;     // of one k
 constexpr int kMostRows = 384;       // of a group
 constexpr int64_t kMagic = 0x314d415243;  // "CRAM1"
-constexpr int64_t kPanelMost = 40960;  // bytes of a panel of pixels that L1 holds
+constexpr int64_t kPanelMost = 28672;  // bytes of a panel of pixels that L1 holds
 constexpr size_t kAlign = 64;
 
 enum Form : int64_t { kPairs = 2, kPatterns = 4 };
@@ -98,12 +98,20 @@ struct Layer8 {
   const float *scales, *bias;
 };
 
+// softmax(Q K^T scale) V for each sequence and head, all laid out as [token][head][feature].
+struct Attention {
+  const float *query, *key, *value;
+  float* output;
+  int64_t tokens, heads, features, splits;  // tokens of a sequence; parts of them that run apart
+  float scale;
+};
+
 typedef void (*Task)(const void* job, int64_t task);
 
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
-  Task linear, pixels, images, linear_int8;  // the last may be null
+  Task linear, pixels, images, attention, linear_int8;  // the last may be null
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;

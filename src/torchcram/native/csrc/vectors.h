@@ -48,17 +48,24 @@ TORCHCRAM_INLINE Vector exponential(Vector x) {
 
 TORCHCRAM_INLINE Vector magnitude(Vector x) { return (Vector)((Ints)x & (Ints{} + 0x7fffffff)); }
 
-// x * P(normal <= x): Abramowitz and Stegun 7.1.26, absolute error of the error function 1.5e-7.
+// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2, on 0 to 25; absolute error of P 2.5e-7.
 TORCHCRAM_INLINE Vector gelu(Vector x) {
-  Vector z = magnitude(x) * 0.70710678f;
-  Vector t = 1.0f / (z * 0.3275911f + 1.0f);
-  Vector p = all(1.061405429f);
-  p = p * t - 1.453152027f;
-  p = p * t + 1.421413741f;
-  p = p * t - 0.284496736f;
-  p = p * t + 0.254829592f;
-  Vector tail = p * t * exponential(-z * z) * 0.5f;  // P(normal > |x|)
-  return x * (x < 0.0f ? tail : 1.0f - tail);
+  const Vector near = smallest(largest(x, all(-5.0f)), all(5.0f));
+  const Vector s = near * near * 0.08f - 1.0f;
+  Vector p = all(6.087282090e-04f);
+  p = p * s - 1.613265486e-03f;
+  p = p * s + 1.722796937e-03f;
+  p = p * s - 2.685574116e-03f;
+  p = p * s + 6.410513073e-03f;
+  p = p * s - 1.116434019e-02f;
+  p = p * s + 1.640217379e-02f;
+  p = p * s - 2.326865308e-02f;
+  p = p * s + 3.144217283e-02f;
+  p = p * s - 4.044260830e-02f;
+  p = p * s + 5.152052268e-02f;
+  p = p * s - 7.029628009e-02f;
+  p = p * s + 1.413637847e-01f;
+  return x > -5.0f ? x * (near * p + 0.5f) : Vector{};
 }
 
 TORCHCRAM_INLINE Vector logistic(Vector x) { return 1.0f / (exponential(-x) + 1.0f); }

@@ -1,0 +1,172 @@
+// The C interface of the layers; a part of api.cpp.
+#pragma once
+
+#include <cstring>
+#include <initializer_list>
+
+// Whether the blocks of a matrix fit its panel, if each unit of k takes so many bytes there.
+static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
+    if (from % unit || to % unit) return false;
+    if ((to - from) / unit * bytes > packed.inner_starts[packed.blocks() + 1]) return false;
+  }
+  return true;
+}
+
+static Job begin(const Packed& packed, const float* x, const float* bias, const float* residual,
+                 int activation, float* y) {
+  Job job;
+  job.packed = &packed, job.input = x, job.bias = bias, job.residual = residual;
+  job.activation = activation, job.output = y;
+  return job;
+}
+
+static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
+  return tasks >= threads ? 1 : packed.groups();
+}
+
+// The three return whether the matrix is of the shape that is asked for; nothing is done if not.
+TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
+                                      const void* memory, const float* bias, const float* residual,
+                                      int activation, float* y, int threads) {
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  if (h.magic != kMagic || h.inner != inner || h.rows != rows) return 0;
+  if (!fits(packed, 1, kPanelBytes)) return 0;
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  const int64_t splits = parts(panels, threads, packed);
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  parallel(kernels->linear, &job, panels * splits, threads);
+  return 1;
+}
+
+// Whether there are kernels for 8 bits here.
+TORCHCRAM_EXPORT int torchcram_has_int8() {
+#if defined(__x86_64__)
+  return kernels->linear_int8 != nullptr && __builtin_cpu_supports("avx512vnni");
+#else
+  return 0;
+#endif
+}
+
+// A Linear layer in 8 bits, or two where there is a second, an activation after the first.
+TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64_t inner,
+                                           int64_t rows, const Layer8* first, int activation,
+                                           const Layer8* second, const float* residual, float* y,
+                                           int threads) {
+  if (!torchcram_has_int8()) return 0;
+  const Packed packed(first->packed), then(second ? second->packed : first->packed);
+  const Header &h = *packed.header, &t = *then.header;
+  for (const Header* each : {&h, &t})
+    if (each->magic != kMagic || each->form != kPairs) return 0;
+  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
+  if (h.inner != (inner + 3) / 4 || t.rows != rows) return 0;
+  if (second && t.inner != (h.rows + 3) / 4) return 0;
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  const int64_t splits = second ? 1 : parts(panels, threads, packed);
+  Job job = begin(packed, x, first->bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  job.inner = inner, job.start = first->start, job.scales = first->scales;
+  if (second) {
+    job.then = &then, job.then_bias = second->bias;
+    job.then_start = second->start, job.then_scales = second->scales;
+  }
+  parallel(kernels->linear_int8, &job, panels * splits, threads);
+  return 1;
+}
+
+// Two Linear layers, an activation between them.
+TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int64_t inner,
+                                            int64_t rows, const void* first, const float* bias,
+                                            int activation, const void* second,
+                                            const float* then_bias, const float* residual, float* y,
+                                            int threads) {
+  const Packed packed(first), then(second);
+  const Header &h = *packed.header, &t = *then.header;
+  if (h.magic != kMagic || t.magic != kMagic) return 0;
+  if (h.inner != inner || t.rows != rows || h.rows != t.inner) return 0;
+  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
+  parallel(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
+  return 1;
+}
+
+TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
+                                           const void* memory, int by_images, const float* bias,
+                                           const float* residual, int activation, float* y,
+                                           int threads) {
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  const Convolution& c = *shape;
+  if (h.magic != kMagic || h.rows != rows) return 0;
+  if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
+  Strip strip;
+  if (by_images && !strip.lay_out(c)) return 0;
+  const int64_t kernel = c.kernel_h * c.kernel_w;
+  if (by_images ? !fits(packed, kernel, c.kernel_h * strip.slots * 64)
+                : !fits(packed, 1, kPanelBytes))
+    return 0;
+  const int64_t tasks = by_images ? (c.batch + 15) / 16 * c.out_h
+                                  : c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
+  const int64_t splits = parts(tasks, threads, packed);
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.splits = splits, job.shape = shape, job.strip = &strip;
+  parallel(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
+  return 1;
+}
+
+namespace {
+
+struct Padding {
+  const float* x;
+  int64_t height, width, top, left, rows, columns, stride;
+  float* y;
+};
+
+void pad(const void* what, int64_t plane) {
+  const Padding& job = *static_cast<const Padding*>(what);
+  const float* from = job.x + plane * job.height * job.width;
+  float* to = job.y + plane * job.stride * job.rows * job.columns;
+  memset(to, 0, job.stride * job.rows * job.columns * sizeof(float));
+  for (int64_t remainder = 0; remainder < job.stride; ++remainder) {
+    const int64_t before = job.left > remainder ? job.left - remainder : 0;
+    const int64_t first = (before + job.stride - 1) / job.stride;  // column with a pixel
+    const int64_t x = first * job.stride + remainder - job.left;
+    const int64_t count = x < job.width ? (job.width - x + job.stride - 1) / job.stride : 0;
+    float* at = to + (remainder * job.rows + job.top) * job.columns + first;
+    for (int64_t row = 0; row < job.height; ++row, at += job.columns) {
+      const float* pixels = from + row * job.width + x;
+      if (job.stride == 1)
+        memcpy(at, pixels, count * sizeof(float));
+      else
+        for (int64_t i = 0; i < count; ++i) at[i] = pixels[i * job.stride];
+    }
+  }
+}
+
+}  // namespace
+
+// Puts zeros around planes, and sorts columns by their remainders when divided by the stride:
+// [plane][remainder][row][column].
+TORCHCRAM_EXPORT void torchcram_pad(const float* x, int64_t planes, int64_t height, int64_t width,
+                                    int64_t top, int64_t left, int64_t rows, int64_t columns,
+                                    int64_t stride, float* y, int threads) {
+  const Padding job{x, height, width, top, left, rows, columns, stride, y};
+  parallel(pad, &job, planes, threads);
+}
+
+// Attention of each sequence of so many tokens to itself; false where there is no kernel for it.
+TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, const float* value,
+                                         int64_t batch, int64_t tokens, int64_t heads,
+                                         int64_t features, float scale, float* output,
+                                         int threads) {
+  if (features % 16) return 0;
+  const int64_t tasks = batch * heads;
+  const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
+  const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
+  parallel(kernels->attention, &job, tasks * splits, threads);
+  return 1;
+}

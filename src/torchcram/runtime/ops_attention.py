@@ -1,0 +1,61 @@
+"""Attention as an operator of torch, `torch.ops.torchcram.attention`: all tokens to all tokens."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchcram.native.library import kernels
+from torchcram.runtime.ops import operators, require_floats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+operators.define(
+    "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor"
+)
+
+
+@functools.cache
+def _kernel() -> Callable[..., int]:
+    function = kernels().torchcram_attention
+    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [*[pointer] * 3, *[long] * 4, ctypes.c_float, pointer, ctypes.c_int]
+    return function
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
+    for each in (query, key, value):
+        require_floats(each)
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    if shapes != shapes[:1] * 3 or query.dim() != 3 or heads < 1 or query.shape[2] % heads:
+        raise ValueError(
+            f"query, key and value are of shapes {shapes} for {heads} heads, not all of one shape "
+            "(sequences, tokens, features) with as many features for each head"
+        )
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    batch, tokens, features = query.shape
+    y = torch.empty_like(query)
+    done = y.numel() == 0 or _kernel()(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), batch, tokens, heads),
+        *(features // heads, scale, y.data_ptr(), torch.get_num_threads()),
+    )
+    if done:
+        return y
+    q, k, v = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    return functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+
+
+def _attention_shape(
+    query: Tensor, _key: Tensor, _value: Tensor, _heads: int, _scale: float
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+operators.impl("attention", _attention, "CPU")
+torch.library.register_fake("torchcram::attention", _attention_shape, lib=operators)
