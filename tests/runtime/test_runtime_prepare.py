@@ -225,3 +225,58 @@ def test_a_model_of_images_may_return_anything():
     fast = prepare(model, x)
     for ours, theirs in zip(fast(x), model(x), strict=True):
         assert relative_error(ours, theirs) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(3, 16, 32, stride=32), (16, 3, 64, 64)),  # too large for panels of images
+        (nn.Conv2d(4, 4, (1, 80)), (16, 4, 2, 96)),
+        (nn.Conv2d(16, 4, 3), (16, 20, 20)),  # one image without a batch
+    ],
+    ids=["patches", "wide", "unbatched"],
+)
+@pytest.mark.parametrize("measured", [True, False])
+def test_convolutions_of_all_kinds(layer, shape, measured):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer)
+    torchcram.compress_(model, "uniform:0.9")
+    x = torch.randn(shape)
+    fast = prepare(model, x if measured else None)
+    assert any(isinstance(one, SparseConv2d) for one in fast.modules())
+    assert relative_error(fast(x), model(x)) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+def test_a_residual_that_is_read_again_after_it_was_added_to():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = torch.relu(x)
+            z = self.fc(x)
+            y += z
+            scores = y + z
+            return torch.cat([scores, torch.full_like(scores, -torch.inf)])
+
+    model, x = sparse_model(Net()), torch.randn(3, 8)
+    fast = prepare(model, x)
+    assert relative_error(fast(x)[:3], model(x)[:3]) < 1e-5
+
+
+@needs_kernels
+def test_the_shortcut_of_torch_stays_where_no_layer_is_sparse():
+    dense = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    sparse = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    torchcram.compress_(sparse, "uniform:0.9")
+    fast = prepare(nn.Sequential(dense, sparse))
+    assert fast[0].activation_relu_or_gelu == dense.activation_relu_or_gelu != 0
+    assert fast[1].activation_relu_or_gelu == 0
+    x = torch.randn(2, 5, 16)
+    expected = nn.Sequential(dense, sparse).eval()(x)
+    assert relative_error(fast(x), expected) < 1e-5

@@ -15,6 +15,7 @@ from torchcram.experiments.seeds import mixed
 from torchcram.experiments.step import autocast
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.batches import TextBatches
+from torchcram.experiments.text.fit import require_fit_of_texts
 from torchcram.experiments.text.score import text_score
 from torchcram.experiments.text.texts import TextSet
 from torchcram.passes import eval_mode
@@ -94,9 +95,9 @@ def score(
 
 @torch.no_grad()
 def require_fit(model: nn.Module, recipe: Recipe, data: AnyData, *, device: torch.device) -> None:
-    """Raises ValueError if `model`, on `device`, cannot take the data; leaves it in eval mode."""
+    """Raises ValueError if `model`, on `device`, cannot take the data."""
     if isinstance(data, TextSet):
-        _require_fit_of_texts(model, recipe, data, device=device)
+        require_fit_of_texts(model, recipe.model.name, data)
         return
     shape = image_shape(recipe, data)
     try:
@@ -106,29 +107,6 @@ def require_fit(model: nn.Module, recipe: Recipe, data: AnyData, *, device: torc
             f"model {recipe.model.name!r} does not take the images of {data.name!r}, "
             f"{'x'.join(map(str, shape))}: {error}"
         ) from error
-
-
-def _require_fit_of_texts(
-    model: nn.Module, recipe: Recipe, data: TextSet, *, device: torch.device
-) -> None:
-    longest = max(int(split.lengths.max()) for split in (data.train, data.test))
-    highest = max(int(split.tokens.max()) for split in (data.train, data.test))
-    config = getattr(getattr(model, "model", None), "config", None)
-    # on a GPU an embedding that is not there would end the process
-    for key, needed in (("max_position_embeddings", longest), ("vocab_size", highest + 1)):
-        known = getattr(config, key, None)
-        if known is not None and known < needed:
-            raise ValueError(
-                f"model {recipe.model.name!r} does not take the texts of {data.name!r}: its {key} "
-                f"is {known}, needed is {needed}"
-            )
-    scores = model.eval()(torch.ones(1, 2, longest, dtype=torch.int32, device=device))
-    wanted = (1, longest, 2) if data.task.sentences is None else (1, len(data.classes))
-    if tuple(scores.shape) != wanted:
-        raise ValueError(
-            f"model {recipe.model.name!r} has no head for {data.kind}: its scores are of shape "
-            f"{tuple(scores.shape)}, needed is {wanted}"
-        )
 
 
 def score_on_test(

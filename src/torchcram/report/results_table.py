@@ -34,7 +34,8 @@ def result_table(result: Result) -> Table:
         + (f"; ± over {over}" if over else ""),
     )
     table.add_column("target", no_wrap=True)
-    told = [one.others for seed in result.seeds for one in (seed, *seed.targets)]
+    told = [seed.others for seed in result.seeds]
+    told += [one.others for seed in result.seeds for one in seed.targets]
     others = list(dict.fromkeys(name for one in told for name in one or ()))
     measured = ("as is", "BNT") if tuned else (result.metric,)
     timed = any(one.seconds is not None for seed in result.seeds for one in seed.targets)

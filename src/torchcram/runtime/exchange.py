@@ -17,6 +17,7 @@ from torchcram.runtime.layers import (
     obstacle,
     sparsity_of,
 )
+from torchcram.runtime.modules import PackedLayer
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a model is called with: a tensor, arguments, or keyword arguments."""
@@ -54,7 +55,9 @@ def exchange_layers_(
             _replace_everywhere_(model, layer, new)
         choices.append(choice)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(one, PackedLayer) for one in module.modules()
+        ):
             module.activation_relu_or_gelu = 0  # its shortcut would unpack the weights
     return choices
 

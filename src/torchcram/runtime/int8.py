@@ -55,6 +55,15 @@ class SparseLinearInt8(PackedLayer):
         )
         return y
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight as it was rounded, unpacked anew each time."""
+        columns: Tensor = torch.ops.torchcram.sparse_linear_int8(
+            *(torch.eye(self.in_features), self.packed, self.start, self.scales),
+            *(None, None, self.out_features, "none"),
+        )
+        return columns.t().contiguous()
+
     def extra_repr(self) -> str:
         """Returns what distinguishes it from other layers."""
         return f"{self.in_features}, {self.out_features}, activation={self.activation!r}"

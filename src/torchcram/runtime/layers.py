@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -148,9 +149,10 @@ def _measure(layer: nn.Module, shape: tuple[int, ...], *, int8: bool = False) ->
         "dense": functools.partial(layer, x),
         "sparse": functools.partial(sparse_version(layer), x),
     }
-    if isinstance(layer, nn.Conv2d) and shape[0] >= _MANY_IMAGES:
+    if isinstance(layer, nn.Conv2d) and len(shape) == 4 and shape[0] >= _MANY_IMAGES:
         innermost = x.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
-        work["by_images"] = functools.partial(sparse_version(layer, by_images=True), innermost)
+        with suppress(ValueError):  # a kernel that is too large for panels of images
+            work["by_images"] = functools.partial(sparse_version(layer, by_images=True), innermost)
     if isinstance(layer, nn.Linear) and int8:
         work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
     with torch.no_grad():

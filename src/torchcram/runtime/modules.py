@@ -105,7 +105,9 @@ class SparseConv2d(PackedLayer):
         self._numbers = [number for pair in pairs for number in pair]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps (images, inputs, rows, columns) to the outputs."""
+        """Maps (images, inputs, rows, columns), or one image, to the outputs."""
+        if x.dim() == 3:
+            return self(x[None], None if residual is None else residual[None])[0]  # type: ignore[no-any-return]
         y: Tensor = torch.ops.torchcram.sparse_conv2d(
             x,
             self.packed,

@@ -1,10 +1,13 @@
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from tiny_texts import glue_folder, model_folder, question, squad, squad_folder
 
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.text.cache import TENSORS
+from torchcram.experiments.text import cache
+from torchcram.experiments.text.cache import TENSORS, contents
 from torchcram.experiments.text.load import load_text
 
 
@@ -62,6 +65,51 @@ def test_a_stale_file_is_named_and_made_anew(tmp_path, model):
         assert load(recipe(model), folder)[0].contents == after.contents
 
 
+def test_a_file_of_an_older_format_is_made_anew(tmp_path, model, monkeypatch):
+    folder = squad_folder(tmp_path)
+    with monkeypatch.context() as older:
+        older.setattr(cache, "FORMAT", "torchcram tokens 1")
+        load(recipe(model), folder)
+    with pytest.warns(UserWarning, match="its format is 'torchcram tokens 1'.*it is made anew"):
+        assert load(recipe(model), folder)[1][0].startswith("tokenising squad into")
+    assert load(recipe(model), folder)[1] == []
+
+
+def test_what_another_process_made_meanwhile_is_told_of_too(tmp_path, model, monkeypatch):
+    folder = squad_folder(tmp_path)
+    asked = [question("who", "king", 4), {"question": "none", "answers": []}]
+    (folder / "squad" / "dev-v1.1.json").write_text(json.dumps(squad([("the king", asked)])))
+
+    @contextmanager
+    def other(_):
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        load(recipe(model), folder)
+        yield
+
+    monkeypatch.setattr("torchcram.experiments.text.load.taking_turns", other)
+    _, said = load(recipe(model), folder)
+    assert said == ["squad: dev: 1 questions skipped, as they have no answer"]
+
+
+def test_contents_tell_all_that_scores_depend_on_apart(tmp_path, model):
+    data, _ = load(recipe(model), squad_folder(tmp_path))
+    texts = data.test
+    gold = texts.gold
+    more = (("a king",), *gold.answers[1:])
+    others = [
+        texts,
+        *(replace(texts, **{key: getattr(texts, key) + 1}) for key in TENSORS),
+        replace(texts, gold=replace(gold, answers=more)),
+        replace(texts, gold=replace(gold, contexts=("the king", *gold.contexts[1:]))),
+        replace(texts, gold=replace(gold, context_of=(1, *gold.context_of[1:]))),
+        replace(texts, gold=None),
+    ]
+    assert contents(data.train, texts) == data.contents
+    assert len({contents(data.train, one) for one in others}) == len(others)
+    assert contents(texts, texts) != contents(texts)
+
+
 def test_other_lengths_and_tokenizers_have_files_of_their_own(tmp_path, model):
     folder = squad_folder(tmp_path)
     load(recipe(model), folder)
@@ -99,6 +147,9 @@ def test_what_is_left_out_is_told(tmp_path, model):
     assert "squad: train: 1 questions skipped, as they have no answer" in said
     assert "squad: train: 1 questions whose answer is in no window" in said
     assert data.notes[1:] == tuple(line.removeprefix("squad: ") for line in said[2:])
+    _, again = load(recipe(model), folder)
+    assert again == [line for line in said if "skipped" in line or "in no window" in line]
+    assert len(again) == 3
 
 
 def test_sentences_are_told_of_too(tmp_path, model):
@@ -107,6 +158,11 @@ def test_sentences_are_told_of_too(tmp_path, model):
     data, said = load(recipe(model, task="sst2"), folder)
     assert "sst2: train: 1 lines skipped, of other columns or labels" in said
     assert "sst2: train: 1 sentences cut to 48 tokens" in said
+    assert load(recipe(model, task="sst2"), folder)[1] == [
+        f"sst2: {split}: 1 {what}"
+        for split in ("train", "dev")
+        for what in ("lines skipped, of other columns or labels", "sentences cut to 48 tokens")
+    ]
     assert data.classes == ("negative", "positive")
     assert data.train.gold is None
     assert (data.test.count, data.test.labels.tolist()) == (2, [1, 0])

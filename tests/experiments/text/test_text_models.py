@@ -1,5 +1,4 @@
 import importlib.util
-import json
 
 import pytest
 import torch
@@ -70,22 +69,6 @@ def test_the_weights_are_those_of_the_folder_and_the_head_of_the_seed(tiny):
         bad = load_recipe("squad/minilm-l6/adam", [name, f"model.freeze={wrong}"])
         with pytest.raises(ValueError, match=r"matches (no parameter|all parameters) of TextModel"):
             build_initial_model(bad, classes=2, seed=0)
-
-
-def test_half_precision_is_trained_in_full(tiny, tmp_path):
-    for path in tiny.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    given = load_file(tiny / "model.safetensors")
-    save_file(
-        {name: value.half() for name, value in given.items()},
-        tmp_path / "model.safetensors",
-        {"format": "pt"},
-    )
-    config = json.loads((tmp_path / "config.json").read_text())
-    said = {"dtype": "float16", "torch_dtype": "float16"}  # as Transformers 5 and 4 have it
-    (tmp_path / "config.json").write_text(json.dumps({**config, **said}))
-    model = build_text_model(str(tmp_path), "squad", pretrained=True)
-    assert {value.dtype for value in model.parameters()} == {torch.float32}
 
 
 def test_models_are_found(tiny, monkeypatch):

@@ -62,7 +62,22 @@ def test_json_that_is_not_squad_is_named(data):
         read(data)
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b""])
+@pytest.mark.parametrize(
+    ("paragraph", "said"),
+    [
+        (("the \ud800", []), "'context' has a lone surrogate, '\\\\ud800' at character 4"),
+        ((CONTEXT, [question("\udc00", "Paris", 23)]), "'question' has a lone surrogate"),
+        ((CONTEXT, [question("Where?", "\udfff", 23)]), "'text' has a lone surrogate"),
+    ],
+)
+def test_a_lone_surrogate_is_named(paragraph, said):
+    with pytest.raises(ValueError, match=rf"a\.json is not SQuAD v1\.1 \({said}"):
+        read(squad([paragraph]), placed=False)
+    whole = read(squad([("the \U0001f600", [question("what", "\U0001f600", 4)])]))
+    assert whole.contexts == ("the \U0001f600",)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b'{"data": ' + b"9" * 5000 + b"}"])
 def test_what_is_not_json_is_named(content):
     with pytest.raises(ValueError, match=r"a\.json is not JSON: "):
         read_squad(content, "a.json", placed=True)

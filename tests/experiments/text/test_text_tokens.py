@@ -96,9 +96,11 @@ def test_an_answer_that_no_window_holds_is_counted(coder):
     texts, uncovered = tokenise_questions(asked(context, 0, 359), coder, length=48, stride=16)
     assert uncovered == 1
     assert texts.labels.eq(0).all()
-    # snowmen are unknown, one token; what begins before the first token is in none
-    _, uncovered = tokenise_questions(asked("  ☃ river", 0, 3), coder, length=48, stride=16)
-    assert uncovered == 1
+    # snowmen are unknown, one token; what is no token is in none
+    for begin, end, none in ((0, 2, 1), (0, 3, 0), (2, 3, 0), (30, 34, 1)):
+        answer = Answer("x" * (end - begin), begin)
+        given = Questions(("\x00\x00☃ river",), (Question("who", 0, (answer,)),))
+        assert tokenise_questions(given, coder, length=48, stride=16)[1] == none
 
 
 def test_a_long_question_is_cut_and_an_empty_paragraph_does_no_harm(coder):

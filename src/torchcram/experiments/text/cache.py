@@ -17,7 +17,7 @@ from torchcram.files import let_read, written_aside
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = "torchcram tokens 1"
+FORMAT = "torchcram tokens 2"
 KEY = "torchcram"  # of the file's metadata
 TENSORS = ("tokens", "kinds", "ends", "labels", "examples", "offsets")
 SPLITS = ("train", "test")
@@ -50,11 +50,13 @@ class Wanted:
 
 
 def contents(*splits: Texts) -> str:
-    """Returns a short text that differs for other tokens, kinds, lengths or labels."""
+    """Returns a short text that differs for other sequences, labels, places or right answers."""
     digest = hashlib.sha256()
     for split in splits:
-        for tensor in (split.tokens, split.kinds, split.ends, split.labels):
+        for tensor in (getattr(split, key) for key in TENSORS):
+            digest.update(f"{tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(_written(split.gold))
     return digest.hexdigest()[:16]
 
 
@@ -66,8 +68,8 @@ def write_tokens(data: TextSet, path: Path, wanted: Wanted) -> None:
     for name, split in zip(SPLITS, (data.train, data.test), strict=True):
         tensors |= {f"{name}.{key}": getattr(split, key).contiguous() for key in TENSORS}
         if split.gold is not None:
-            text = json.dumps(asdict(split.gold)).encode()
-            tensors[f"{name}.gold"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            text = bytearray(_written(split.gold))
+            tensors[f"{name}.gold"] = torch.frombuffer(text, dtype=torch.uint8)
     said = {"format": FORMAT, **asdict(wanted), "contents": data.contents, "notes": data.notes}
     with written_aside(path) as aside:
         save_file(tensors, aside, {KEY: json.dumps(said)})
@@ -98,6 +100,10 @@ def read_tokens(path: Path, wanted: Wanted) -> TextSet:
         return TextSet(wanted.name, wanted.task, train, test, str(said["contents"]), notes)
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise PackedError(f"{path} is not the tokenised {wanted.name!r}: {error}") from error
+
+
+def _written(gold: Gold | None) -> bytes:
+    return json.dumps(gold and asdict(gold)).encode()
 
 
 def _gold(text: Tensor) -> Gold:

@@ -33,7 +33,8 @@ def load_text(recipe: Recipe, folder: Path, *, report: Report | None = None) -> 
     Args:
         recipe: its sections `data`, `text` and `model` count.
         folder: where the data lies.
-        report: called with a line before something that takes long, and on what was left out.
+        report: called with a line before something that takes long, and on what was left out,
+            also when the tokens are there already.
 
     Raises:
         ValueError: if the files are not there, not what they should be, or hold nothing.
@@ -67,13 +68,14 @@ def _cached(found: files.Found, wanted: Wanted, tokenizer: Any, report: Report) 
     for path in places:
         if path.is_file():
             try:
-                return read_tokens(path, wanted)
+                return _told(read_tokens(path, wanted), report)
             except PackedError as error:
                 warnings.warn(f"{error}; it is made anew", stacklevel=3)
     path = places[0] if writable(found.folder) else places[1]
     with taking_turns(path.parent):
         with suppress(PackedError):
-            return read_tokens(path, wanted)  # another process made it meanwhile
+            # another process made it meanwhile
+            return _told(read_tokens(path, wanted), report)
         report(f"tokenising {wanted.name} into {path}")
         remove_leftovers(path.parent, wanted.file)
         data = tokenise(found, wanted, tokenizer)
@@ -81,6 +83,17 @@ def _cached(found: files.Found, wanted: Wanted, tokenizer: Any, report: Report) 
             report(f"{wanted.name}: {note}")
         write_tokens(data, path, wanted)
     return read_tokens(path, wanted)
+
+
+def _told(data: TextSet, report: Report) -> TextSet:
+    """Tells what was left out; how much there is, the first note of a split, only once."""
+    seen = set()
+    for note in data.notes:
+        split = note.split(":")[0]
+        if split in seen:
+            report(f"{data.name}: {note}")
+        seen.add(split)
+    return data
 
 
 def tokenise(found: files.Found, wanted: Wanted, tokenizer: Any) -> TextSet:  # noqa: ANN401

@@ -114,9 +114,9 @@ def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
     with _named(name, task), _quiet():
         labels = len(TASKS[task].classes)
         config = transformers.AutoConfig.from_pretrained(source, num_labels=labels)
+        # a model in half precision is trained, and read again, in full
         if not pretrained:
-            return TextModel(kind.from_config(config), task)
-        # weights in half precision are trained in full
+            return TextModel(kind.from_config(config, dtype=torch.float32), task)
         model = kind.from_pretrained(source, config=config, dtype=torch.float32)
         return TextModel(model.train(), task)
 
@@ -125,7 +125,8 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
     """Returns the fast tokenizer of a model.
 
     Raises:
-        ValueError: if it cannot be had, or is not a fast one, which knows the places of tokens.
+        ValueError: if it cannot be had, knows no words, or is not a fast one, which knows the
+            places of tokens.
     """
     import transformers
 
@@ -134,6 +135,12 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     if not tokenizer.is_fast:
         raise ValueError(f"model {name!r} has no fast tokenizer, which knows the places of tokens")
+    # Transformers makes an empty one where the files are missing; that of T5 has a mark for blanks
+    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}:
+        raise ValueError(
+            f"model {name!r} has no tokenizer: its vocabulary has no words; needed are its files, "
+            "as tokenizer.json or vocab.txt"
+        )
     tokenizer.model_max_length = int(1e9)  # `text.length` says how long sequences are
     return tokenizer
 
@@ -144,8 +151,8 @@ def _named(name: str, task: str | None) -> Iterator[None]:
     what = "its tokenizer" if task is None else f"a head for {task}"
     try:
         yield
-    except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
-        said = " ".join(str(error).split())[:300]
+    except Exception as error:  # damaged files raise whatever the libraries below do
+        said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"model {name!r} cannot be loaded with {what}: {said}") from error
 
 

@@ -72,7 +72,7 @@ def read_squad(content: bytes, where: str, *, placed: bool) -> Questions:
     """
     try:
         paragraphs = list(_paragraphs(json.loads(content.decode("utf-8-sig"))))
-    except (UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number may have too many digits, too
         raise ValueError(f"{where} is not JSON: {error}") from None
     except (KeyError, TypeError, AttributeError, _NotSquadError) as error:
         raise ValueError(f"{where} is not SQuAD v1.1 ({error}): needed is {SHAPE}") from None
@@ -124,6 +124,11 @@ def _list(given: Any, name: str) -> list[Any]:  # noqa: ANN401
 def _text(given: Any, name: str) -> str:  # noqa: ANN401
     if not isinstance(given, str):
         raise _NotSquadError(f"{name!r} is no text")
+    try:
+        given.encode()  # JSON can hold what no text has, and tokenizers fail at it
+    except UnicodeEncodeError as error:
+        found = f"{given[error.start]!r} at character {error.start}"
+        raise _NotSquadError(f"{name!r} has a lone surrogate, {found}") from None
     return given
 
 

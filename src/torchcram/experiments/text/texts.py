@@ -95,7 +95,7 @@ class TextSet:
         kind: of its task, one of `TASKS`.
         train: what to train on.
         test: what to test on.
-        contents: a short text that differs for other tokens or labels.
+        contents: a short text that differs for other tokens, labels or right answers.
         notes: what was left out or cut when it was read, in words.
     """
 

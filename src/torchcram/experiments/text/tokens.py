@@ -45,7 +45,8 @@ def tokenise_questions(
     for number, (question, code) in enumerate(zip(given.questions, asked, strict=True)):
         context, answer = contexts[question.context], question.answers[0]
         words = code.tokens[:longest]
-        span = span_of(context.offsets, answer.start, answer.start + len(answer.text))
+        begin = answer.start + len(answer.text) - len(answer.text.lstrip())
+        span = span_of(context.offsets, begin, begin + len(answer.text.strip()))
         room, covered = length - frame.count - len(words), False
         for start in starts(len(context.tokens), room, stride):
             part = slice(start, start + room)
@@ -73,20 +74,18 @@ def starts(count: int, room: int, stride: int) -> range:
 
 
 def span_of(offsets: Array, start: int, end: int) -> tuple[int, int] | None:
-    """Returns the first and the last token that hold characters from `start` to before `end`.
+    """Returns the first and the last token that hold a character from `start` to before `end`.
 
-    None if no tokens hold the first and the last of them.
+    None if there is none. A character may be several tokens.
 
     Args:
         offsets: (t, 2), the characters of the tokens of a paragraph.
         start: of the first character.
         end: after the last.
     """
-    first = int(np.searchsorted(offsets[:, 0], start, side="right")) - 1
-    last = int(np.searchsorted(offsets[:, 1], end, side="left"))
-    if first < 0 or last >= len(offsets) or last < first:
-        return None
-    return first, last
+    first = int(np.searchsorted(offsets[:, 1], start, side="right"))
+    last = int(np.searchsorted(offsets[:, 0], end, side="left")) - 1
+    return (first, last) if first <= last else None
 
 
 def tokenise_sentences(
