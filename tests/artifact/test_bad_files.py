@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchcram import artifact, compress_, parse_operator
+from torchcram.artifact import choose
+from torchcram.artifact.decode import decode
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +125,11 @@ def test_a_model_is_all_loaded_or_not_at_all(whole, path):
         artifact.load(whole, model)
 
 
-def forge(path, whole, change, parts=None):
-    """Writes a file whose checksums are right and whose manifest and parts are changed."""
+def forge(path, whole, change, parts=None, *, after=None):
+    """Writes a file whose checksums are right and whose manifest and parts are changed.
+
+    What `after` changes in the manifest is changed last, and may be a checksum.
+    """
     with safe_open(whole, "pt") as file:
         manifest = json.loads(file.metadata()["torchcram"])
     tensors = load_file(whole)
@@ -136,6 +141,8 @@ def forge(path, whole, change, parts=None):
         if isinstance(entry, dict):
             entry["crc32"] = zlib.crc32(seen)
             entry["sha256"] = entry["sha256"] and hashlib.sha256(seen).hexdigest()
+    if after is not None:
+        after(manifest)
     text = json.dumps(manifest)
     save_file(
         tensors,
@@ -199,6 +206,20 @@ def test_made_up_manifests_are_refused(whole, path, change, message):
     with pytest.raises(ValueError, match=message) as caught:
         artifact.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_only_verify_compares_the_long_checksum(whole, path):
+    forge(path, whole, lambda _: None, after=set_in(*MASK, "sha256", to="0" * 64))
+    artifact.load(path)
+    with pytest.raises(ValueError, match=r"'mask\.weight'"):
+        artifact.verify(path)
+
+
+def test_what_does_not_come_back_as_it_was_is_not_written(path, monkeypatch):
+    monkeypatch.setattr(choose, "decode", lambda parts, form: decode(parts, form) + 1)
+    with pytest.raises(RuntimeError, match="does not come back as it was"):
+        artifact.save(path, {"weight": torch.randn(4, 4)})
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

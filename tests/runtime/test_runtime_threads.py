@@ -14,7 +14,9 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.native import library
-from torchcram.runtime.modules import SparseLinear
+from torchcram.runtime.int8 import SparseLinearInt8
+from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.packing import Geometry
 
 pytestmark = needs_kernels
 
@@ -46,19 +48,38 @@ def test_more_threads_change_no_bit():
         torch.set_num_threads(2)
 
 
+def _feed_forward(width, middle):
+    first = SparseLinear(sparse_weight(middle, width), torch.randn(middle))
+    return SparseFeedForward(
+        first, SparseLinear(sparse_weight(width, middle), None), activation="gelu"
+    )
+
+
+def _convolution(*, by_images):
+    weight = sparse_weight(8, 36).view(8, 4, 3, 3)
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    return SparseConv2d(weight, torch.randn(8), geometry, by_images=by_images, relu=True)
+
+
 def hammer(seconds, callers):
     """Calls layers from many threads at once; returns the number of calls."""
-    layers = [SparseLinear(sparse_weight(n, 90), torch.randn(n)) for n in (7, 64, 450)]
     inputs = [torch.randn(tokens, 90) for tokens in (1, 70, 200)]
-    expected = [[layer(x) for x in inputs] for layer in layers]
+    images = [torch.randn(count, 4, 9, 9) for count in (1, 5, 33)]
+    work = [(SparseLinear(sparse_weight(n, 90), torch.randn(n)), inputs) for n in (7, 64, 450)]
+    work.append((_feed_forward(90, 200), inputs))
+    work += [(_convolution(by_images=one), images) for one in (False, True)]
+    if library.has_int8():
+        work.append((SparseLinearInt8(sparse_weight(64, 90), None), inputs))
+    expected = [[layer(x) for x in given] for layer, given in work]
     end, count, lock = time.monotonic() + seconds, 0, threading.Lock()
 
     def call(number):
         nonlocal count
         done = 0
         while time.monotonic() < end:
-            i, j = (number + done) % 3, done // 3 % 3
-            assert torch.equal(layers[i](inputs[j]), expected[i][j])
+            i, j = (number + done) % len(work), done // len(work) % 3
+            layer, given = work[i]
+            assert torch.equal(layer(given[j]), expected[i][j])
             done += 1
         with lock:
             count += done
