@@ -6,6 +6,7 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_model
 from torch.nn import functional
 
+from torchcram.native import library
 from torchcram.runtime import ops_attention  # noqa: F401  registers the operator
 from torchcram.runtime.encoders import SelfAttention
 from torchcram.runtime.prepare import prepare
@@ -15,7 +16,9 @@ pytestmark = needs_kernels
 
 def expected(query, key, value, heads, scale):
     parts = (x.double().unflatten(2, (heads, -1)).transpose(1, 2) for x in (query, key, value))
-    return functional.scaled_dot_product_attention(*parts, scale=scale).transpose(1, 2).flatten(2)
+    query, key, value = parts
+    weights = functional.softmax(query @ key.transpose(2, 3) * scale, dim=3)
+    return (weights @ value).transpose(1, 2).flatten(2)
 
 
 def attention(parts, heads, scale):
@@ -46,6 +49,53 @@ def test_large_scores_leave_one_key():
     assert torch.equal(attention((query, key, value), 1, 1.0), value[:, 7:8].expand(1, 40, 16))
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 13, 67])
+@pytest.mark.usefixtures("each_level")
+def test_sequences_and_heads_are_apart(batch, tokens):
+    parts = [torch.randn(batch, tokens, 96) for _ in range(3)]
+    whole = attention(parts, 3, 0.2)
+    for one in range(batch):
+        alone = [each[one : one + 1] for each in parts]
+        assert relative_error(whole[one : one + 1], expected(*alone, 3, 0.2)) < 2e-6
+        for head in range(0, 96, 32):
+            single = [each[:, :, head : head + 32] for each in alone]
+            assert relative_error(attention(single, 1, 0.2), expected(*single, 1, 0.2)) < 2e-6
+
+
+@pytest.mark.usefixtures("each_level")
+def test_inputs_of_any_strides():
+    joined = torch.randn(2, 21, 3 * 32)
+    query, key, value = joined.chunk(3, 2)
+    key = torch.randn(2, 32, 21).transpose(1, 2)
+    value = value[:1].expand(2, 21, 32)
+    assert not any(each.is_contiguous() for each in (query, key, value))
+    found = attention((query, key, value), 2, 0.25)
+    assert relative_error(found, expected(query, key, value, 2, 0.25)) < 2e-6
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 37, 70])
+@pytest.mark.usefixtures("each_level")
+def test_a_nan_goes_where_it_belongs(bits, tokens):
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for name in range(3):
+        for place in {0, tokens // 2, tokens - 1}:
+            parts = [torch.randn(2, tokens, 64) for _ in range(3)]
+            parts[name][1, place, 3] = nan  # the first of two heads
+            found = attention(parts, 2, 0.2).isnan()
+            assert torch.equal(found, expected(*parts, 2, 0.2).isnan())
+            assert found.any()
+            if name == 0:  # a query: its own row alone
+                assert int(found.sum()) == 32
+
+
+def test_scales_of_either_sign():
+    parts = [3 * torch.randn(1, 37, 32) for _ in range(3)]
+    for scale in (-2.0, -0.2, 0.0, 1e-38, 3.0):
+        assert relative_error(attention(parts, 2, scale), expected(*parts, 2, scale)) < 5e-6
+
+
 def test_one_sequence_is_shared_by_threads():
     parts = [torch.randn(1, 37, 16) for _ in range(3)]
     before = torch.get_num_threads()
@@ -71,6 +121,16 @@ def test_what_does_not_fit_is_refused():
         attention((x, x, x), 5, 1.0)
     with pytest.raises(ValueError, match=r"float32, not torch\.float64"):
         attention((x, x, x.double()), 2, 1.0)
+
+
+@pytest.mark.parametrize("name", [b"torchcram_attention", b"torchcram_pad"])
+def test_a_library_that_has_no_such_kernel_is_refused(name, tmp_path, monkeypatch):
+    older = tmp_path / "older.so"
+    older.write_bytes(library.LIBRARY.read_bytes().replace(name, name[:-1] + b"X"))
+    monkeypatch.setattr(library, "LIBRARY", older)
+    monkeypatch.setattr(library._state, "why", "")
+    assert library.find.__wrapped__() is None
+    assert name.decode() in library._state.why
 
 
 def test_torch_knows_its_shape():

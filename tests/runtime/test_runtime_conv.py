@@ -11,6 +11,7 @@ from torchcram.runtime.packing import PAIRS, PATTERNS, Geometry, check_packed, p
 
 pytestmark = needs_kernels
 
+OPERATOR = torch.ops.torchcram.sparse_conv2d
 GEOMETRIES = [
     Geometry((1, 1)),
     Geometry((3, 3), padding=(1, 1)),
@@ -83,6 +84,56 @@ def test_images_stay_innermost_through_elementwise_operators():
     assert (torch.relu(y) + y).permute(2, 3, 1, 0).is_contiguous()
     z = reference(y, layer_weight := sparse_weight(4, 4, 3, 3), None, geometry)
     assert relative_error(SparseConv2d(layer_weight, None, geometry, by_images=True)(y), z) < 2e-6
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("batch", [3, 16])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.usefixtures("each_level")
+def test_a_nan_spreads_as_far_as_the_kernel(by_images, batch, relu):
+    x, weight, geometry = torch.randn(batch, 2, 7, 9), torch.randn(5, 2, 3, 3), GEOMETRIES[1]
+    x[1, 1, 3, 4] = float("nan")
+    layer = SparseConv2d(weight, torch.randn(5), geometry, by_images=by_images, relu=relu)
+    found = layer(x).isnan()
+    assert torch.equal(found, reference(x, weight, None, geometry, relu=relu).isnan())
+    assert int(found.sum()) == 5 * 9
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+def test_a_bias_residual_or_input_that_does_not_fit_is_refused(by_images):
+    weight, x = sparse_weight(4, 4, 3, 3), torch.randn(2, 4, 6, 6)
+    layer = SparseConv2d(weight, None, GEOMETRIES[1], by_images=by_images)
+    with pytest.raises(ValueError, match=r"residual is of shape \(5,\)"):
+        layer(x, torch.zeros(5))
+    numbers = [3, 3, 1, 1, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"\(4, 6, 6\), not \(images, channels, rows, columns\)"):
+        OPERATOR(x[0], layer.packed, None, None, 4, numbers, by_images, False)
+    for bias in (torch.zeros(3), torch.zeros(4).double(), torch.zeros(1).expand(4)):
+        layer.bias = bias
+        with pytest.raises(ValueError, match=r"bias is of shape .* 4 values"):
+            layer(x)
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [3, 3, 1, 1, 1, 1, 1],
+        [3, 3, 0, 1, 1, 1, 1, 1],
+        [3, 3, 1, 0, 1, 1, 1, 1],
+        [3, 3, 1, 1, 1, 1, 1, 0],
+        [3, 3, 1, 1, -1, -1, 1, 1],
+        [0, 3, 1, 1, 1, 1, 1, 1],
+        [3, 3, 1, 1, 1, 1 << 60, 1, 1],
+    ],
+)
+def test_a_geometry_that_is_none_is_refused(by_images, numbers):
+    layer = SparseConv2d(sparse_weight(4, 4, 3, 3), None, GEOMETRIES[1], by_images=by_images)
+    x = torch.randn(1, 4, 6, 6)
+    with pytest.raises(ValueError, match="is no geometry"):
+        OPERATOR(x, layer.packed, None, None, 4, numbers, by_images, False)
+    with pytest.raises(ValueError, match="kernel does not fit"):
+        layer(torch.randn(1, 4, 6, 0))
 
 
 def test_what_does_not_fit_is_refused():

@@ -95,6 +95,50 @@ def test_what_does_not_fit_is_refused():
         SparseLinearInt8(sparse_weight(6, 10), None, activation="tanh")
 
 
+@pytest.mark.parametrize("inner", [1, 15, 16, 40])
+def test_a_nan_stays_in_its_token(inner):
+    x, weight = torch.randn(19, inner), torch.randn(7, inner)
+    x[5, inner - 1], x[9, inner // 2] = float("nan"), float("inf")
+    first, second = SparseLinearInt8(weight, torch.randn(7)), SparseLinearInt8(torch.eye(7), None)
+    others = (torch.arange(19) != 5) & (torch.arange(19) != 9)
+    for layer in (first, SparseFeedForwardInt8(first, second, activation="relu")):
+        found = layer(x)
+        assert found[5].isnan().all()
+        assert not found[9].isfinite().any()
+        assert found[others].isfinite().all()
+
+
+def test_a_nan_between_two_layers_stays_in_its_token():
+    first, second = SparseLinearInt8(torch.eye(4), None), SparseLinearInt8(torch.eye(4), None)
+    both = SparseFeedForwardInt8(first, second, activation="none")
+    first.bias = torch.tensor([0.0, float("nan"), 0.0, 0.0])
+    assert both(torch.randn(3, 4)).isnan().all()
+    first.bias = None
+    x = torch.randn(3, 4)
+    x[1] = 3e38  # 127 steps times a scale that is rounded up: infinite
+    first.scales = first.scales * 1.5
+    found = both(x)
+    assert not found[1].isfinite().any()
+    assert found[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("feed_forward", [False, True])
+@pytest.mark.parametrize("name", ["start", "scales", "bias"])
+def test_parts_of_a_layer_that_do_not_fit_are_refused(feed_forward, name):
+    first = SparseLinearInt8(sparse_weight(6, 10), torch.zeros(6))
+    second = SparseLinearInt8(sparse_weight(5, 6), torch.zeros(5))
+    x = torch.randn(3, 10)
+    for layer, prefix in ((first, ""), (second, "then_"))[: 1 + feed_forward]:
+        good, rows = getattr(layer, name), layer.out_features
+        both = SparseFeedForwardInt8(first, second, activation="relu") if feed_forward else layer
+        for bad in (good[:-1], good.double(), good[:1].expand(rows)):
+            setattr(layer, name, bad)
+            with pytest.raises(ValueError, match=f"^{prefix}{name} is of shape .* {rows} values"):
+                both(x)
+        setattr(layer, name, good)
+        assert both(x).isfinite().all()
+
+
 @pytest.mark.usefixtures("sparse_wins")
 @pytest.mark.parametrize("example", [None, torch.randn(40, 32)])
 def test_prepare_uses_it_where_it_is_allowed(example):

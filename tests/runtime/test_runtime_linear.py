@@ -14,6 +14,13 @@ from torchcram.runtime.packing import PAIRS, PATTERNS, check_packed, pack_linear
 pytestmark = needs_kernels
 
 FORMS = [PAIRS, PATTERNS]
+NAN, INF = float("nan"), float("inf")
+ACTIVATIONS = [
+    ("relu", functional.relu),
+    ("gelu", functional.gelu),
+    ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
+    ("silu", functional.silu),
+]
 
 
 def sparse_linear(x, weight, bias=None, residual=None, *, form=None, activation="none"):
@@ -69,21 +76,37 @@ def test_empty_rows_columns_and_dense_ones(form):
     assert torch.equal(nothing, torch.ones(70, 40))
 
 
-@pytest.mark.parametrize(
-    ("activation", "function"),
-    [
-        ("relu", functional.relu),
-        ("gelu", functional.gelu),
-        ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
-        ("silu", functional.silu),
-    ],
-)
+@pytest.mark.parametrize(("activation", "function"), ACTIVATIONS)
 @pytest.mark.usefixtures("each_level")
 def test_activations(activation, function):
     x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0, 1e-30, 100, -100])])
     found = sparse_linear(x[:, None], torch.ones(1, 1), activation=activation)
     expected = function(x.double())[:, None]
     assert (found - expected).abs().max() < 2e-6 * 20
+
+
+@pytest.mark.parametrize(("activation", "function"), ACTIVATIONS)
+@pytest.mark.usefixtures("each_level")
+def test_activations_of_what_is_no_number_large_or_small(activation, function):
+    x = torch.tensor([NAN, INF, 3e38, 1e30, 1e-30, -1e-30, -90.0, -1e30, -3e38])
+    found = sparse_linear(x[:, None], torch.ones(1, 1), activation=activation)[:, 0]
+    assert found[0].isnan()
+    assert found[1] == INF
+    torch.testing.assert_close(found[2:].double(), function(x[2:].double()), rtol=1e-6, atol=1e-35)
+    least = sparse_linear(torch.tensor([[-INF]]), torch.ones(1, 1), activation=activation)
+    assert least == 0  # the limit
+
+
+@pytest.mark.parametrize("activation", ["none", *(name for name, _ in ACTIVATIONS)])
+@pytest.mark.usefixtures("each_level")
+def test_a_nan_stays_in_its_token(activation):
+    x, one, two = torch.randn(19, 20), torch.randn(33, 20), torch.randn(7, 33)
+    x[5, 3] = NAN
+    layer = SparseLinear(one, None)
+    both = SparseFeedForward(layer, SparseLinear(two, None), activation=activation)
+    for found in (sparse_linear(x, one, activation=activation), both(x)):
+        assert found[5].isnan().all()
+        assert found[torch.arange(19) != 5].isfinite().all()
 
 
 def test_the_residual_is_added_after_the_activation():
@@ -127,3 +150,44 @@ def test_what_does_not_fit_is_refused():
     layer = SparseLinear(weight, None)
     with pytest.raises(ValueError, match="do not follow one another"):
         SparseFeedForward(layer, layer, activation="relu")
+
+
+@pytest.mark.parametrize(
+    ("bias", "given"),
+    [
+        (torch.zeros(1), r"\(1,\) and torch\.float32"),
+        (torch.zeros(7), r"\(7,\) and torch\.float32"),
+        (torch.zeros(1, 6), r"\(1, 6\) and torch\.float32"),
+        (torch.zeros(6).double(), r"\(6,\) and torch\.float64"),
+        (torch.zeros(1).expand(6), r"\(6,\) and torch\.float32, not contiguous"),
+    ],
+)
+def test_a_bias_that_does_not_fit_is_refused(bias, given):
+    weight, x = sparse_weight(6, 10), torch.randn(3, 10)
+    with pytest.raises(ValueError, match=f"^bias is of shape {given}.*6 values.*float32"):
+        sparse_linear(x, weight, bias)
+    one, two = pack_linear(weight), pack_linear(sparse_weight(6, 6))
+    operator = torch.ops.torchcram.sparse_feed_forward
+    with pytest.raises(ValueError, match=f"^bias is of shape {given}.*6 values"):
+        operator(x, one, bias, "relu", two, None, None, 6)
+    with pytest.raises(ValueError, match=f"^then_bias is of shape {given}.*6 values"):
+        operator(x, one, None, "relu", two, bias, None, 6)
+
+
+def test_layers_that_do_not_follow_one_another_are_refused():
+    one, two = pack_linear(sparse_weight(64, 10)), pack_linear(sparse_weight(6, 16))
+    operator, x = torch.ops.torchcram.sparse_feed_forward, torch.randn(3, 10)
+    with pytest.raises(ValueError, match="64 values"):
+        operator(x, one, torch.zeros(16), "relu", two, None, None, 6)
+    with pytest.raises(ValueError, match="does not map 10 features to 6"):
+        operator(x, one, torch.zeros(64), "relu", two, None, None, 6)
+
+
+def test_other_residuals_activations_and_inputs_are_refused():
+    weight, x = sparse_weight(6, 10), torch.randn(3, 10)
+    with pytest.raises(ValueError, match=r"residual is of shape \(4, 6\).*\(3, 6\)"):
+        sparse_linear(x, weight, None, torch.randn(4, 6))
+    with pytest.raises(ValueError, match="activation 'tanh' is not one of"):
+        sparse_linear(x, weight, activation="tanh")
+    with pytest.raises(ValueError, match="at least one dimension"):
+        sparse_linear(torch.tensor(1.0), weight)

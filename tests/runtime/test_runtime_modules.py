@@ -10,7 +10,7 @@ from sparse_cases import relative_error, sparse_weight
 from torch import nn
 
 from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import Geometry
+from torchcram.runtime.packing import Geometry, pack_linear
 
 pytestmark = needs_kernels
 
@@ -48,6 +48,25 @@ def test_a_bad_state_is_refused():
     state["packed"] = state["packed"][:-64]
     with pytest.raises(ValueError, match="no packed sparse matrix"):
         layer.load_state_dict(state)
+
+
+def test_a_state_that_does_not_fit_is_refused_at_the_call():
+    layer, x = linear(), torch.randn(5, 20)
+    state = {"packed": layer.packed, "bias": layer.bias.double()}
+    layer.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match=r"bias is of shape \(12,\) and torch\.float64"):
+        layer(x)
+    first = SparseLinear(sparse_weight(16, 20), torch.zeros(16))
+    second = SparseLinear(sparse_weight(3, 16), torch.zeros(3))
+    both = SparseFeedForward(first, second, activation="relu")
+    first.packed, second.packed = pack_linear(torch.ones(64, 20)), pack_linear(torch.ones(3, 64))
+    with pytest.raises(ValueError, match=r"bias is of shape \(16,\).* 64 values"):
+        both(x)
+
+
+def test_an_empty_layer_is_refused():
+    with pytest.raises(ValueError, match=r"weight of shape \(0, 5\).*at least one"):
+        SparseLinear(torch.zeros(0, 5), None)
 
 
 def test_the_dense_weight_is_still_there():

@@ -1,6 +1,7 @@
 """Packed matrices: what is refused, and that nothing that is accepted can do harm."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
-from torchcram.runtime import ops  # noqa: F401  registers the operators
+from torchcram.native.library import kernels
+from torchcram.runtime import ops, ops_conv, ops_int8, packing  # noqa: F401  registers the operators
 from torchcram.runtime.packing import (
     PAIRS,
     PATTERNS,
     Geometry,
     check_packed,
+    described,
     pack_images,
     pack_linear,
 )
@@ -26,12 +29,18 @@ pytestmark = needs_kernels
 def test_truncated_foreign_and_altered_ones_are_refused(form):
     packed = pack_linear(sparse_weight(20, 200), form=form)
     check_packed(packed)
-    for bad in (packed[:-64], packed[:40], torch.zeros(1000, dtype=torch.uint8), packed.float()):
+    for bad in (
+        packed[:-64],
+        packed[:40],
+        packed.to("meta"),
+        torch.zeros(1000, dtype=torch.uint8),
+        packed.float(),
+    ):
         with pytest.raises(ValueError, match="no packed sparse matrix"):
             check_packed(bad.clone())
-    for place in range(0, 72, 8):  # every number of the header
+    for place, number in itertools.product(range(10), [-1, -64, 1 << 45]):  # all of the header
         bad = packed.clone()
-        bad[place : place + 8] = 255
+        bad.view(torch.int64)[place] = number
         with pytest.raises(ValueError, match="no packed sparse matrix"):
             check_packed(bad)
 
@@ -56,7 +65,6 @@ def test_what_is_accepted_stays_within_its_memory(data):
         place = data.draw(st.integers(0, packed.numel() - 1))
         packed[place] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError):  # refused
-        check_packed(packed)
         torch.ops.torchcram.sparse_linear(torch.ones(3, 170), packed, None, None, 9, "none")
 
 
@@ -64,6 +72,97 @@ def test_a_matrix_for_panels_of_images_is_refused_elsewhere():
     packed = pack_images(sparse_weight(8, 64, 3, 3), Geometry((3, 3)))
     with pytest.raises(ValueError, match="does not map 576 features to 8"):
         torch.ops.torchcram.sparse_linear(torch.ones(3, 576), packed, None, None, 8, "none")
+
+
+OPERATORS = torch.ops.torchcram
+CALLS = {
+    "linear": lambda p: OPERATORS.sparse_linear(torch.ones(1, 16), p, None, None, 16, "none"),
+    "first": lambda p: OPERATORS.sparse_feed_forward(
+        torch.ones(1, 16), p, None, "relu", pack_linear(torch.eye(16)), None, None, 16
+    ),
+    "second": lambda p: OPERATORS.sparse_feed_forward(
+        torch.ones(1, 16), pack_linear(torch.eye(16)), None, "relu", p, None, None, 16
+    ),
+    "convolution": lambda p: OPERATORS.sparse_conv2d(
+        torch.ones(1, 16, 1, 1), p, None, None, 16, [1, 1, 1, 1, 0, 0, 1, 1], False, False
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_operators_refuse_what_is_no_packed_matrix(call):
+    packed = pack_linear(torch.eye(16))
+    torch.testing.assert_close(call(packed).flatten(), torch.ones(16))
+    far = packed.clone()
+    far.view(torch.int64)[8] = 1 << 45  # where the columns begin
+    strided = torch.stack([packed, packed], 1)[:, 0]
+    for bad in (far, strided, packed[:-64], torch.zeros(4, dtype=torch.uint8), packed.float()):
+        with pytest.raises(ValueError, match="no packed sparse matrix"):
+            call(bad)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_matrix_that_was_good_is_refused_once_it_is_altered(call):
+    packed = pack_linear(torch.eye(16))
+    call(packed)
+    packed.view(torch.int64)[8] = 1 << 45
+    with pytest.raises(ValueError, match="no packed sparse matrix"):
+        call(packed)
+
+
+def test_a_matrix_in_the_memory_of_another_is_looked_at_again():
+    for _ in range(20):  # the allocator gives the same memory again
+        packed = pack_linear(torch.eye(16))
+        CALLS["linear"](packed)
+        del packed
+        bad = pack_linear(torch.eye(16)).bitwise_or(128)
+        with pytest.raises(ValueError, match="no packed sparse matrix"):
+            CALLS["linear"](bad)
+        del bad
+
+
+def test_a_matrix_is_looked_at_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr(packing, "check_packed", lambda packed: looked.append(packed.numel()))
+    with torch.inference_mode():
+        inference = pack_linear(torch.eye(16))
+    for packed in (pack_linear(torch.eye(16)), inference):
+        looked.clear()
+        for _ in range(3):
+            CALLS["linear"](packed)
+        assert len(looked) == 1
+    assert id(inference) in packing._known
+    before = len(packing._known)
+    del packed, inference
+    assert len(packing._known) == before - 1  # nothing stays of one that is gone
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (5,)])
+def test_nothing_to_pack_is_refused(size):
+    with pytest.raises(ValueError, match=r"weight of shape \(.*at least one"):
+        pack_linear(torch.zeros(size))
+
+
+def test_the_kernel_of_a_weight_is_that_of_its_geometry():
+    for size, geometry in (((0, 4, 1, 1), (1, 1)), ((4, 0, 1, 1), (1, 1))):
+        with pytest.raises(ValueError, match=r"weight of shape \(.*at least one"):
+            pack_images(torch.zeros(size), Geometry(geometry))
+    with pytest.raises(ValueError, match=r"\(4, 4, 1, 1\) has no kernel of \(3, 3\)"):
+        pack_images(torch.ones(4, 4, 1, 1), Geometry((3, 3)))
+
+
+def test_the_compiled_packer_refuses_nothing_itself():
+    call = kernels().torchcram_pack_linear
+    one = torch.ones(1)
+    for rows, inner, block in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (-1, 1, 1), (1, -1, 1)):
+        assert call(one.data_ptr(), rows, inner, PAIRS, block, None, 0) == -1
+    shape = described(Geometry((1, 1)), 1, 1, (1, 1), (1, 1))
+    call = kernels().torchcram_pack_images
+    assert call(one.data_ptr(), 1, PAIRS, shape, None, 0) > 0
+    for place in (1, 4, 5, 7, 11):  # channels, kernel, stride, dilation
+        bad = type(shape)(*shape)
+        bad[place] = 0
+        assert call(one.data_ptr(), 1, PAIRS, bad, None, 0) == -1
 
 
 def test_bytes_per_kept_weight():

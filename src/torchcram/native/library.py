@@ -38,6 +38,8 @@ _FUNCTIONS = {
         _INT,
         [_POINTER, _POINTER, _LONG, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT],
     ),
+    "pad": (None, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
+    "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
 }
 LEVELS = ("portable", "avx2", "avx512")
 

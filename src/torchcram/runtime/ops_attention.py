@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,20 +9,9 @@ from torch.nn import functional
 from torchcram.native.library import kernels
 from torchcram.runtime.ops import operators, require_floats
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 operators.define(
     "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor"
 )
-
-
-@functools.cache
-def _kernel() -> Callable[..., int]:
-    function = kernels().torchcram_attention
-    pointer, long = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [*[pointer] * 3, *[long] * 4, ctypes.c_float, pointer, ctypes.c_int]
-    return function
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
@@ -41,7 +26,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: flo
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     batch, tokens, features = query.shape
     y = torch.empty_like(query)
-    done = y.numel() == 0 or _kernel()(
+    done = y.numel() == 0 or kernels().torchcram_attention(
         *(query.data_ptr(), key.data_ptr(), value.data_ptr(), batch, tokens, heads),
         *(features // heads, scale, y.data_ptr(), torch.get_num_threads()),
     )

@@ -6,7 +6,6 @@ which elementwise operators leave as it is.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from torchcram.native.library import kernels
-from torchcram.runtime.ops import as_large_as, operators, pointer, require_floats
-from torchcram.runtime.packing import Geometry, described
+from torchcram.runtime.ops import as_large_as, operators, pointer, require_floats, require_rows
+from torchcram.runtime.packing import Geometry, described, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _INNERMOST = (2, 3, 1, 0)  # [row][column][channel][image] of (image, channel, row, column)
 _BACK = (3, 2, 0, 1)
@@ -40,8 +39,13 @@ def _sparse_conv2d(
     relu: bool,
 ) -> Tensor:
     require_floats(x)
+    require_rows("bias", bias, rows_of(packed))
     shape = _geometry(geometry)
+    if x.dim() != 4:
+        raise ValueError(f"x is of shape {tuple(x.shape)}, not (images, channels, rows, columns)")
     batch, channels, height, width = x.shape
+    if min(shape.output(height, width)) < 1:
+        raise ValueError(f"the kernel does not fit images of {height} x {width}: {shape}")
     y = _empty_output(x, shape, features, by_images)
     residual = _laid_out(residual, y, by_images)
     padded = height, width
@@ -85,6 +89,8 @@ def _geometry(numbers: Sequence[int]) -> Geometry:
 
 @functools.lru_cache(maxsize=1024)
 def _geometry_of(numbers: tuple[int, ...]) -> Geometry:
+    if len(numbers) != 8:
+        raise ValueError(f"{numbers} is no geometry: it takes 4 pairs")
     pairs = [(numbers[i], numbers[i + 1]) for i in range(0, 8, 2)]
     return Geometry(*pairs)
 
@@ -114,20 +120,11 @@ def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
         return x, size
     y = x.new_empty((*x.shape[:2], stride, *size))
     planes = x.shape[0] * x.shape[1]
-    _pad()(
+    kernels().torchcram_pad(
         *(x.data_ptr(), planes, height, width, top, left, *size, stride, y.data_ptr()),
         torch.get_num_threads(),
     )
     return y, size
-
-
-@functools.cache
-def _pad() -> Callable[..., None]:
-    function = kernels().torchcram_pad
-    pointer, long = ctypes.c_void_p, ctypes.c_int64
-    function.restype = None
-    function.argtypes = [pointer, *[long] * 8, pointer, ctypes.c_int]
-    return function
 
 
 operators.impl("sparse_conv2d", _sparse_conv2d, "CPU")

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from torchcram.native.library import kernels
-from torchcram.runtime.ops import ACTIVATIONS, on_tokens, operators, pointer
+from torchcram.runtime.ops import (
+    activation_number,
+    on_tokens,
+    operators,
+    output_shape,
+    pointer,
+    require_rows,
+)
+from torchcram.runtime.packing import rows_of
 
 _LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
 operators.define(
@@ -26,8 +34,12 @@ operators.define(
 
 
 def _layer(
-    packed: Tensor, start: Tensor, scales: Tensor, bias: Tensor | None
+    packed: Tensor, start: Tensor, scales: Tensor, bias: Tensor | None, *, prefix: str = ""
 ) -> ctypes.Array[ctypes.c_void_p]:
+    rows = rows_of(packed)
+    require_rows(f"{prefix}start", start, rows, dtype=torch.int32)
+    require_rows(f"{prefix}scales", scales, rows)
+    require_rows(f"{prefix}bias", bias, rows)
     tensors = (packed, start, scales, bias)
     return (ctypes.c_void_p * 4)(*map(pointer, tensors))
 
@@ -41,9 +53,11 @@ def _run(
     features: int,
     activation: str,
 ) -> Tensor:
+    number = activation_number(activation)
+
     def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
         return kernels().torchcram_linear_int8(  # type: ignore[no-any-return]
-            *(x, tokens, inner, features, first, ACTIVATIONS.index(activation), second, more),
+            *(x, tokens, inner, features, first, number, second, more),
             *(y, torch.get_num_threads()),
         )
 
@@ -79,17 +93,13 @@ def _sparse_feed_forward_int8(
     activation: str,
 ) -> Tensor:
     first = _layer(packed, start, scales, bias)
-    second = _layer(then_packed, then_start, then_scales, then_bias)
+    second = _layer(then_packed, then_start, then_scales, then_bias, prefix="then_")
     return _run(x, first, second, residual=residual, features=features, activation=activation)
 
 
-def _shape(x: Tensor, *rest: object) -> Tensor:
-    features = rest[-2]
-    assert isinstance(features, int)  # noqa: S101
-    return x.new_empty((*x.shape[:-1], features))
-
-
-operators.impl("sparse_linear_int8", _sparse_linear_int8, "CPU")
-operators.impl("sparse_feed_forward_int8", _sparse_feed_forward_int8, "CPU")
-torch.library.register_fake("torchcram::sparse_linear_int8", _shape, lib=operators)
-torch.library.register_fake("torchcram::sparse_feed_forward_int8", _shape, lib=operators)
+for _name, _kernel in (
+    ("sparse_linear_int8", _sparse_linear_int8),
+    ("sparse_feed_forward_int8", _sparse_feed_forward_int8),
+):
+    operators.impl(_name, _kernel, "CPU")
+    torch.library.register_fake(f"torchcram::{_name}", output_shape(-2), lib=operators)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PAIRS, PATTERNS = 2, 4
+_ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
+_MOST = 2**31 - 1
 _PAIRS_FROM = 0.62  # sparsity: below it, rows share so many columns that patterns pay
 _FEW_FROM = 0.93  # sparsity: from here on, partial sums cost more than the weights
 
@@ -29,12 +32,23 @@ class Geometry:
         stride: as in `torch.nn.Conv2d`, like the others.
         padding: zeros on both sides.
         dilation: the distance of kernel elements.
+
+    Raises:
+        ValueError: if a number is too small, or no image could be as large.
     """
 
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
+
+    def __post_init__(self) -> None:
+        """Makes sure that the kernels can count with it."""
+        numbers = (*self.kernel, *self.stride, *self.dilation)
+        if min(numbers) < 1 or min(self.padding) < 0 or max(*numbers, *self.padding) > _MOST:
+            raise ValueError(
+                f"{self} is no geometry: numbers go from 1, those of padding from 0, to {_MOST}"
+            )
 
     def output(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width of the output for those of an input."""
@@ -65,7 +79,11 @@ def described(
 
 
 def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
-    """Packs a matrix (outputs, inputs) for Linear layers and convolutions by pixels."""
+    """Packs a matrix (outputs, inputs) for Linear layers and convolutions by pixels.
+
+    Raises:
+        ValueError: if there is nothing in it.
+    """
     weight = _matrix(weight)
     form = form or _form_for(weight)
     call = kernels().torchcram_pack_linear
@@ -84,9 +102,15 @@ def pack_int8(weight: Tensor) -> Tensor:
 
 
 def pack_images(weight: Tensor, geometry: Geometry, *, form: int | None = None) -> Tensor:
-    """Packs the weight of a convolution for panels of images."""
-    shape = described(geometry, 1, weight.shape[1], geometry.kernel, geometry.kernel)
-    weight = _matrix(weight)
+    """Packs the weight of a convolution for panels of images.
+
+    Raises:
+        ValueError: if it is of another geometry, empty, or its kernel is too large.
+    """
+    if weight.shape[2:] != geometry.kernel:
+        raise ValueError(f"a weight of {tuple(weight.shape)} has no kernel of {geometry.kernel}")
+    channels, weight = weight.shape[1], _matrix(weight)
+    shape = described(geometry, 1, channels, geometry.kernel, geometry.kernel)
     form = form or _form_for(weight)
     call = kernels().torchcram_pack_images
     rows = weight.shape[0]
@@ -100,11 +124,50 @@ def check_packed(packed: Tensor) -> None:
         ValueError: if it is no packed matrix.
     """
     good = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
-    if not good or not kernels().torchcram_check(packed.data_ptr(), packed.numel()):
+    good = good and not packed.is_meta
+    here = packed.cpu() if good else packed
+    if not good or not kernels().torchcram_check(here.data_ptr(), here.numel()):
         raise ValueError(f"{packed.numel()} values of {packed.dtype} are no packed sparse matrix")
 
 
+class _Known(NamedTuple):
+    """A packed matrix that has been checked: which one, what its state was then, and its rows."""
+
+    tensor: weakref.ref[Tensor]
+    state: tuple[int, int, int]
+    rows: int
+
+
+_known: dict[int, _Known] = {}
+
+
+def rows_of(packed: Tensor) -> int:
+    """Returns how many rows a packed matrix has, which is checked where it is new or has changed.
+
+    It is known by identity: its memory alone may be that of another one by now. What is written to
+    it behind the back of torch, which counts the changes of a tensor, is not noticed.
+
+    Raises:
+        ValueError: if it is no packed matrix.
+    """
+    version = 0 if packed.is_inference() else packed._version
+    state = packed.data_ptr(), packed.numel(), version
+    key = id(packed)
+    found = _known.get(key)
+    if found is not None and found.state == state and found.tensor() is packed:
+        return found.rows
+    check_packed(packed)
+    rows = ctypes.c_int64.from_address(packed.data_ptr() + _ROWS_AT).value
+    _known[key] = _Known(weakref.ref(packed, lambda _: _known.pop(key, None)), state, rows)
+    return rows
+
+
 def _matrix(weight: Tensor) -> Tensor:
+    if weight.dim() < 2 or weight.numel() == 0:
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)} cannot be packed: it takes rows and columns, "
+            "at least one of each"
+        )
     return weight.detach().to("cpu", torch.float32).flatten(1).contiguous()
 
 

@@ -53,6 +53,7 @@ TORCHCRAM_EXPORT void torchcram_use_openmp(void* parallel) { use_openmp(parallel
 TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows, int64_t inner,
                                                int64_t form, int64_t block, void* out,
                                                int64_t room) {
+  if (inner < 1 || block < 1) return -1;
   std::vector<uint16_t> offsets(inner);
   for (int64_t k = 0; k < inner; ++k) offsets[k] = uint16_t(k % block * kPanelBytes);
   return pack(weight, rows, inner, form, offsets.data(), block, block * kPanelBytes, out, room);
@@ -63,7 +64,7 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows
                                                const Convolution* shape, void* out, int64_t room) {
   const Convolution& c = *shape;
   Strip strip;
-  if (!strip.lay_out(c)) return -1;
+  if (c.channels < 1 || c.kernel_h < 1 || !strip.lay_out(c)) return -1;
   const int64_t kernel = c.kernel_h * c.kernel_w, slots = c.kernel_h * strip.slots;
   const int64_t most = kPanelMost / (slots * 64);
   const int64_t channels = most > c.channels ? c.channels : most < 1 ? 1 : most;

@@ -59,7 +59,7 @@ void six(const float* const (&factors)[kQueries], const float* from, int64_t str
 
 // 2^x to 2e-7, x at most 0; zero below 2^-126.
 TORCHCRAM_INLINE Vector power_of_two(Vector x) {
-  const Vector magic = all(12582912.0f);  // adding it rounds to an integer
+  const Vector magic = all(12582912.0f + 127.0f);  // rounds to an integer, plus the bias of floats
   const Vector n = x + magic;
   const Vector r = x - (n - magic);
   Vector p = all(1.327647152e-3f);
@@ -68,8 +68,8 @@ TORCHCRAM_INLINE Vector power_of_two(Vector x) {
   p = p * r + 2.402211972e-1f;
   p = p * r + 6.931469671e-1f;
   p = p * r + 1.000000072f;
-  p = (Vector)((Ints)p + ((Ints)n << 23));
-  return x > -126.0f ? p : Vector{};
+  p *= (Vector)((Ints)n << 23);  // a product, which leaves NaN as it is
+  return x < -126.0f ? Vector{} : p;
 }
 
 // One number out of all lanes, by halves.

@@ -7,9 +7,9 @@ namespace torchcram {
 namespace {
 
 // What a convolution ends in is simple enough to do on the way out.
-TORCHCRAM_INLINE Vector finish(Vector v, const float* residual, bool relu) {
+TORCHCRAM_INLINE Vector finish(Vector v, const float* residual, bool rectify) {
   if (residual) v += load(residual);
-  return relu ? largest(v, Vector{}) : v;
+  return rectify ? relu(v) : v;
 }
 
 // Where runs of neighbouring outputs have their pixels, all runs alike.
@@ -57,7 +57,7 @@ void pixels(const void* what, int64_t task) {
   const Job& job = *static_cast<const Job*>(what);
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
-  const bool relu = job.activation == kRelu;
+  const bool rectify = job.activation == kRelu;
   const Rows rows(packed, task % job.splits, job.splits, 0);
   const int64_t outputs = c.out_h * c.out_w, panels = (outputs + kPanel - 1) / kPanel;
   const int64_t image = task / job.splits / panels, first = task / job.splits % panels * kPanel;
@@ -84,11 +84,11 @@ void pixels(const void* what, int64_t task) {
       float* y = job.output + at;
       int64_t i = 0;
       for (; i + kLanes <= count; i += kLanes)
-        store(y + i, finish(load(sums + i), residual ? residual + i : nullptr, relu));
+        store(y + i, finish(load(sums + i), residual ? residual + i : nullptr, rectify));
       if (i < count) {
         float last[kLanes] = {};
         if (residual) memcpy(last, residual + i, (count - i) * sizeof(float));
-        store(last, finish(load(sums + i), residual ? last : nullptr, relu));
+        store(last, finish(load(sums + i), residual ? last : nullptr, rectify));
         memcpy(y + i, last, (count - i) * sizeof(float));
       }
     }
@@ -130,7 +130,7 @@ void give_images(const Job& job, const Rows& rows, int64_t row, int64_t column, 
                  int64_t image, int64_t images) {
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
-  const bool relu = job.activation == kRelu;
+  const bool rectify = job.activation == kRelu;
   for (int64_t pixel = 0; pixel < wide; ++pixel)
     for (int64_t group = rows.first; group < rows.last; ++group) {
       const float* sums = rows.of(group) + pixel * kImages;
@@ -142,12 +142,12 @@ void give_images(const Job& job, const Rows& rows, int64_t row, int64_t column, 
       for (int64_t r = 0; r < count; ++r, sums += kPanel, to += c.batch) {
         if (Full) {
           for (int i = 0; i < kImages; i += kLanes)
-            store(to + i, finish(load(sums + i), residual ? residual + i : nullptr, relu));
+            store(to + i, finish(load(sums + i), residual ? residual + i : nullptr, rectify));
         } else {
           float values[kImages] = {};
           if (residual) memcpy(values, residual, images * sizeof(float));
           for (int i = 0; i < kImages; i += kLanes)
-            store(values + i, finish(load(sums + i), residual ? values + i : nullptr, relu));
+            store(values + i, finish(load(sums + i), residual ? values + i : nullptr, rectify));
           memcpy(to, values, images * sizeof(float));
         }
         if (residual) residual += c.batch;

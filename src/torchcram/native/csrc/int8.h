@@ -66,17 +66,21 @@ void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vect
   }
 }
 
+// Magnitudes are compared as integers, in whose order NaN is above all numbers: it becomes the
+// scale of its token, and so all outputs of that.
+
 // Rounds the tokens to bytes, [token][inner] filled up to a multiple of 4; their scales.
 void round_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes, float* scales) {
   const int64_t wide = (inner + 3) / 4 * 4;
   for (int64_t t = 0; t < tokens; ++t, x += inner, bytes += wide) {
-    __m512 most = _mm512_setzero_ps();
+    Ints most{};
     int64_t k = 0;
-    for (; k + 16 <= inner; k += 16)
-      most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
+    for (; k + 16 <= inner; k += 16) most = largest(most, (Ints)magnitude(load(x + k)));
     const __mmask16 rest = __mmask16((1u << (inner - k)) - 1);
-    most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(rest, x + k)));
-    const float top = _mm512_reduce_max_ps(most);
+    most = largest(most, (Ints)magnitude((Vector)_mm512_maskz_loadu_ps(rest, x + k)));
+    const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
+    float top;
+    memcpy(&top, &bits, sizeof top);
     scales[t] = top / 127.0f;
     const __m512 factor = _mm512_set1_ps(top > 0.0f ? 127.0f / top : 0.0f);
     const __m512i zero = _mm512_set1_epi32(128);
@@ -107,9 +111,10 @@ void scale_sums(const Rows& rows, const float* scales, const float* tokens, cons
 // Rounds [row][token] to the panel of the next layer; the scales of the tokens.
 void round_rows(const float* sums, int64_t rows, float* panel, float* scales) {
   for (int i = 0; i < kPanel; i += kLanes) {
-    Vector most{};
+    Ints bits{};
     for (int64_t row = 0; row < rows; ++row)
-      most = largest(most, magnitude(load(sums + row * kPanel + i)));
+      bits = largest(bits, (Ints)magnitude(load(sums + row * kPanel + i)));
+    const Vector most = (Vector)bits;
     store(scales + i, most / 127.0f);
     const Vector factor = most > 0.0f ? 127.0f / most : Vector{};
     for (int64_t row = 0; row < rows; row += 4) {

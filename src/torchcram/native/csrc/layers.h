@@ -163,7 +163,8 @@ TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, c
                                          int64_t batch, int64_t tokens, int64_t heads,
                                          int64_t features, float scale, float* output,
                                          int threads) {
-  if (features % 16) return 0;
+  // A negative scale turns scores around, a tiny one those that stand for no key into others.
+  if (features % 16 || !(scale >= 1e-30f)) return 0;
   const int64_t tasks = batch * heads;
   const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
   const Attention job{query, key, value, output, tokens, heads, features, splits, scale};

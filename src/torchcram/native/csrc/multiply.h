@@ -176,10 +176,10 @@ TORCHCRAM_INLINE void each(float* values, int64_t count, Function function) {
 // In place; `count` is a multiple of the lanes.
 void activate(float* values, int64_t count, int activation) {
   switch (activation) {
-    case kRelu: return each(values, count, [](Vector v) { return largest(v, Vector{}); });
+    case kRelu: return each(values, count, relu);
     case kGelu: return each(values, count, gelu);
     case kGeluTanh: return each(values, count, gelu_tanh);
-    case kSilu: return each(values, count, [](Vector v) { return v * logistic(v); });
+    case kSilu: return each(values, count, silu);
   }
 }
 

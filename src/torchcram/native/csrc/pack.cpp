@@ -21,6 +21,7 @@ Packed::Packed(const void* memory) {
 }
 
 bool Strip::lay_out(const Convolution& c) {
+  if (c.kernel_w < 1 || c.stride_w < 1 || c.dilation_w < 1) return false;
   const int64_t reach = (c.kernel_w - 1) * c.dilation_w + 1;
   if (c.kernel_w > 64 || reach > 64 || c.stride_w > 32) return false;
   for (int64_t remainder = 0; remainder < c.stride_w; ++remainder) {
@@ -97,9 +98,10 @@ void add_pairs(const Dense& dense, int64_t first, int64_t last, int64_t from, in
 
 }  // namespace
 
-// Returns how many bytes it takes; writes them where there is room.
+// Returns how many bytes it takes, -1 where there is nothing; writes them where there is room.
 int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
              const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room) {
+  if (rows < 1 || inner < 1 || block < 1) return -1;
   Header h{};
   h.magic = kMagic, h.rows = rows, h.inner = inner, h.form = form;
   h.blocks = (inner + block - 1) / block;

@@ -26,7 +26,11 @@ TORCHCRAM_INLINE Vector load(const float* from) {
 TORCHCRAM_INLINE void store(float* to, Vector v) { *reinterpret_cast<Unaligned*>(to) = v; }
 TORCHCRAM_INLINE Vector all(float value) { return Vector{} + value; }
 TORCHCRAM_INLINE Vector largest(Vector a, Vector b) { return a > b ? a : b; }
+TORCHCRAM_INLINE Ints largest(Ints a, Ints b) { return a > b ? a : b; }
 TORCHCRAM_INLINE Vector smallest(Vector a, Vector b) { return a < b ? a : b; }
+
+// Activations pass NaN on: it is neither below nor above any bound.
+TORCHCRAM_INLINE Vector relu(Vector x) { return x < 0.0f ? Vector{} : x; }
 
 // e^x by 2^n * e^r, |r| <= log(2) / 2; relative error below 2e-7, x at least -87.
 TORCHCRAM_INLINE Vector exponential(Vector x) {
@@ -48,7 +52,8 @@ TORCHCRAM_INLINE Vector exponential(Vector x) {
 
 TORCHCRAM_INLINE Vector magnitude(Vector x) { return (Vector)((Ints)x & (Ints{} + 0x7fffffff)); }
 
-// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2, on 0 to 25; absolute error of P 2.5e-7.
+// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2, on 0 to 25; its absolute error is
+// 2.5e-7.
 TORCHCRAM_INLINE Vector gelu(Vector x) {
   const Vector near = smallest(largest(x, all(-5.0f)), all(5.0f));
   const Vector s = near * near * 0.08f - 1.0f;
@@ -65,13 +70,18 @@ TORCHCRAM_INLINE Vector gelu(Vector x) {
   p = p * s + 5.152052268e-02f;
   p = p * s - 7.029628009e-02f;
   p = p * s + 1.413637847e-01f;
-  return x > -5.0f ? x * (near * p + 0.5f) : Vector{};
+  return x <= -5.0f ? Vector{} : x * (near * p + 0.5f);
 }
 
 TORCHCRAM_INLINE Vector logistic(Vector x) { return 1.0f / (exponential(-x) + 1.0f); }
 
+// Far below zero the logistic function is too small for a float, and x may be infinite.
+TORCHCRAM_INLINE Vector silu(Vector x) { return x < -87.0f ? Vector{} : x * logistic(x); }
+
 TORCHCRAM_INLINE Vector gelu_tanh(Vector x) {
-  return x * logistic(x * (x * x * 0.044715f + 1.0f) * 1.595769122f);
+  const Vector near = largest(x, all(-9.0f));  // beyond it come denormal numbers, which are slow
+  const Vector y = x * logistic(near * (near * near * 0.044715f + 1.0f) * 1.595769122f);
+  return x < -9.0f ? Vector{} : y;
 }
 
 // Exchanges the off-diagonal squares of side S of a matrix of kLanes x kLanes, for S = 1, 2, 4, ...
