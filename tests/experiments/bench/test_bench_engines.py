@@ -75,11 +75,12 @@ def test_code_is_compiled_for_the_threads_in_use(monkeypatch, tmp_path):
 
 def test_onnx_runtime_has_the_threads_and_the_inputs(monkeypatch, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
-    made = []
+    made, stops = [], []
     session = onnxruntime.InferenceSession
 
     def look(path, options, **rest):
         made.append((options.intra_op_num_threads, options.inter_op_num_threads))
+        stops.append(options.get_session_config_entry("session.force_spinning_stop"))
         return session(path, options, **rest)
 
     (engine,) = cpu_engines(["onnxruntime"], Files(tmp_path).onnx)
@@ -88,6 +89,7 @@ def test_onnx_runtime_has_the_threads_and_the_inputs(monkeypatch, tmp_path):
     monkeypatch.setattr(onnxruntime, "InferenceSession", look)
     type(engine)(lambda *_: path).prepare(case(), IMAGES, 3)
     assert made == [(3, 1)]
+    assert stops == ["1"]  # or its threads would take the time of the next engine
 
 
 def test_the_runtime_says_what_it_did(monkeypatch, tmp_path):

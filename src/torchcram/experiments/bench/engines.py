@@ -96,6 +96,8 @@ class OnnxRuntime:
         options.log_severity_level = 3  # errors only
         # integers become floats when the file is loaded, rather than in every run
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+        # its threads would go on spinning in the turn of whoever comes next
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             self.file(case, example), options, providers=["CPUExecutionProvider"]
         )
