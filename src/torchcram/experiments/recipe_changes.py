@@ -12,6 +12,7 @@ from torchcram.experiments.text.config import StopConfig
 from torchcram.pruners import parse_pruner
 
 DENSE = "dense"  # in place of an operator: no compression
+FINETUNE = "-finetune-"  # in the name of a recipe, followed by the target
 TEXT_EPOCHS, TEXT_LR = 2, 5e-5  # with texts, as CrAM has it for BERT
 TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
 
@@ -62,7 +63,7 @@ def finetune_recipe(
         train = replace(train, epochs=min(TEXT_EPOCHS, before), early_stopping=StopConfig())
     shorter = replace(
         recipe,
-        name=f"{recipe.name}-finetune-{as_name(at)}",
+        name=f"{recipe.name}{FINETUNE}{as_name(at)}",
         title=f"{recipe.title}, fine-tuned at {at}",
         model=replace(recipe.model, pretrained=False),
         train=train,

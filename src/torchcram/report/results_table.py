@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.recipe_changes import as_name
+from torchcram.experiments.recipe_changes import FINETUNE, as_name
 from torchcram.experiments.results import Result, TargetResult, mean
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
@@ -25,7 +25,7 @@ def result_table(result: Result) -> Table:
     """Returns one line per target, for the terminal; means where there are several seeds."""
     over, tuned = summary.repeated(result), summary.tuned(result)
     name = f"{result.task}/{result.model}/{result.method}"
-    how = "fine-tuned" if "-finetune-" in result.method else "compressed in one shot"
+    how = "fine-tuned" if FINETUNE in result.method else "compressed in one shot"
     # as Text, for which brackets are no markup
     table = Table(
         title=Text(f"{name}: test {result.metric} in % on {result.data}, {how}"),
@@ -133,7 +133,7 @@ def _cell(result: Result, target: str) -> str:
 def _further_cell(found: Mapping[str, Result], method: str, kind: str, target: str) -> str:
     if kind != FINETUNED:
         return _cell(found[method], kind + target)
-    tuned = found.get(f"{method}-finetune-{as_name(target)}")
+    tuned = found.get(f"{method}{FINETUNE}{as_name(target)}")
     return "" if tuned is None else _cell(tuned, target)
 
 

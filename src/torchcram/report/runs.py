@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchcram.experiments.differences import flat
+from torchcram.experiments.recipe_changes import FINETUNE
 from torchcram.experiments.results import Result
 from torchcram.report import summary
 from torchcram.report.summary import Spread, TargetSummary
 
 COLOURS = 8  # that the style sheet has
-FINETUNED = "-finetune-"  # in the name of a method, followed by the target
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class Group:
     @property
     def finetuned(self) -> bool:
         """Whether some were trained on after they were compressed."""
-        return any(FINETUNED in run.result.method for run in self.runs)
+        return any(FINETUNE in run.result.method for run in self.runs)
 
     @property
     def shown(self) -> Sequence[Run]:
         """The runs of charts and tables: a model that was fine-tuned at several targets is one."""
         found: dict[object, Run] = {}
         for run in self.runs:
-            base, tuned, _ = run.result.method.partition(FINETUNED)
+            base, tuned, _ = run.result.method.partition(FINETUNE)
             key = base if tuned else id(run)
             if key in found and not found[key].rows.keys() & run.rows.keys():
                 label = run.result.title.rpartition(" at ")[0]

@@ -28,8 +28,7 @@ class SparseLinearInt8(PackedLayer):
     scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> None:
-        if activation not in ops.ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {ops.ACTIVATIONS}")
+        ops.activation_number(activation)  # refuses another one
         weight = weight.detach().float()
         scales = weight.abs().amax(1) / 127
         whole = torch.round(weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])

@@ -51,8 +51,7 @@ class SparseLinear(PackedLayer):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> None:
-        if activation not in ops.ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {ops.ACTIVATIONS}")
+        ops.activation_number(activation)  # refuses another one
         super().__init__(pack_linear(weight), bias)
         self.out_features, self.in_features = weight.shape
         self.activation = activation

@@ -43,7 +43,7 @@ def require_fit_of_texts(model: nn.Module, name: str, data: TextSet) -> None:
             )
     alone, batch = _short_and_long(data)
     try:
-        expected, scores = _scores(model, alone), _scores(model, batch)
+        expected, scores = _scores(model, alone, batch)
     except Exception as error:  # whatever the code of a model raises
         said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
@@ -83,10 +83,9 @@ def _one(texts: Texts, place: int) -> Tensor:
     return torch.stack((texts.tokens[part], texts.kinds[part].int())).unsqueeze(0)
 
 
-def _scores(model: nn.Module, inputs: Tensor) -> Tensor:
+def _scores(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
     """Returns the scores of a model in eval mode, with copies of its weights on the CPU."""
     named = chain(model.named_parameters(), model.named_buffers())
     here = {name: value.cpu() for name, value in named}
     with eval_mode(model), torch.random.fork_rng(devices=[]):
-        scores: Tensor = functional_call(model, here, (inputs,))
-        return scores
+        return [functional_call(model, here, (one,)) for one in inputs]
