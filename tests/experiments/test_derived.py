@@ -7,6 +7,7 @@ import torch
 from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
 
 from torchcram import compressible_weights, sparsity
+from torchcram.experiments.build import build_batches
 from torchcram.experiments.data import DataSet, Images
 from torchcram.experiments.derived import finetune
 from torchcram.experiments.derived_start import read_origin
@@ -241,3 +242,50 @@ def test_the_origin_says_where_it_came_from(tmp_path, source, data):
     said = json.loads((tmp_path / "start.json").read_text())
     assert said["run"] == str(source)
     assert said["at"] == "global:0.9"
+
+
+def test_distillation_brings_the_scores_nearer_to_those_of_the_dense_model(tmp_path, source, data):
+    images, _ = next(build_batches(GIVEN, data, train=False, device=CPU, seed=0).epoch(0))
+    teacher = load_trained(source, CPU).model
+
+    @torch.no_grad()
+    def apart(model):
+        return float((model(images).softmax(1) - teacher(images).softmax(1)).abs().mean())
+
+    alone, taught = (
+        tuned(source, "global:0.9", tmp_path / name, data, *sets, epochs=4)
+        for name, sets in (("alone", ()), ("taught", ["train.distillation.weight=1"]))
+    )
+    assert apart(taught.trained.model) < 0.8 * apart(alone.trained.model)
+    assert taught.sparsity == pytest.approx(0.9, abs=1e-3)
+    assert taught.trained.recipe.train.distillation.temperature == 2
+
+
+def test_distillation_stopped_and_continued_is_the_same(tmp_path, source, data):
+    sets = ["train.distillation={}"]
+    tuned(source, "global:0.8", tmp_path / "whole", data, *sets)
+    with pytest.raises(Stop):
+        tuned(source, "global:0.8", tmp_path / "out", data, *sets, make_step=stop_after(STEPS + 2))
+    tuned(source, "global:0.8", tmp_path / "out", data, *sets)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    with pytest.raises(ValueError, match="distillation"):  # the folder is of another run
+        tuned(source, "global:0.8", tmp_path / "out", data)
+
+
+def test_distillation_takes_a_model_of_the_same_classes(tmp_path, source, data):
+    given = recipe("train.distillation={}", method="sgd", epochs=1)
+    with pytest.raises(ValueError, match="which only fine-tuning has; allowed here: null"):
+        run(tmp_path / "plain", given, data)
+    assert not (tmp_path / "plain").exists()
+    moved = transfer_recipe(GIVEN, "dense", given)
+    with pytest.raises(ValueError, match="a new head has others; allowed: null"):
+        finetune(
+            source,
+            "dense",
+            tmp_path / "moved",
+            recipe=moved,
+            data=even(data),
+            device=CPU,
+            new_head=True,
+        )
+    assert not (tmp_path / "moved").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,8 @@ def finetune(
 ) -> Derived:
     """Compresses the model of a run, tunes its batch norm, and trains on with the masks held.
 
-    As `train`, it continues where an earlier call on the same folder stopped.
+    Where the recipe has `train.distillation`, it learns from the model as that was before. As
+    `train`, it continues where an earlier call on the same folder stopped.
 
     Args:
         run_folder: of a finished training.
@@ -117,6 +118,11 @@ def finetune(
         raise ValueError(f"{run_folder} has the model {ours!r}, {recipe.name} has {theirs!r}")
     if new_head and (source.recipe.text or recipe.text) is not None:
         raise ValueError("language models are not transferred yet; allowed: recipes about images")
+    if new_head and recipe.train.distillation is not None:
+        raise ValueError(
+            f"{recipe.name}: train.distillation learns from a model of the same classes, and a new "
+            "head has others; allowed: null"
+        )
     known, needed = len(source.info.data.classes), len(data.classes)
     if known != needed and not new_head:
         raise ValueError(
@@ -147,6 +153,8 @@ def finetune(
                 device=device,
             )
     start = load_start(out, recipe, classes=needed, origin=origin)
+    if recipe.train.distillation is not None:
+        start = replace(start, teacher=source.model)
     trained = train(
         recipe,
         out,

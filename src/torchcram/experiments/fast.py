@@ -30,6 +30,7 @@ def make_step(
     config: TrainConfig,
     device: torch.device,
     *,
+    teacher: nn.Module | None = None,
     compiled: bool = False,
 ) -> Step:
     """Returns the fastest way to take steps: as CUDA graphs where that is possible.
@@ -41,19 +42,22 @@ def make_step(
         model: on `device`.
         optimizer: of its parameters, `CrAM` or plain.
         batches: to train on.
-        config: precision and label smoothing.
+        config: precision, label smoothing and distillation.
         device: of all that is computed.
+        teacher: on `device`, in eval mode, whose scores count too where `config` says so.
         compiled: let torch.compile fuse what graphs are captured of; takes about a minute. Not with
             texts, whose batches have many lengths.
     """
     ranges = isinstance(optimizer, CrAM) and any(one.is_range for one in optimizer.operators)
     alone = not isinstance(model, DistributedDataParallel)
     if device.type == "cuda" and isinstance(batches, ResidentBatches) and alone and not ranges:
-        return GraphStep(model, optimizer, batches, config, device, compiled=compiled)
+        return GraphStep(
+            model, optimizer, batches, config, device, teacher=teacher, compiled=compiled
+        )
     capturable = device.type == "cuda" and alone and can_be_captured(optimizer)
     if capturable and isinstance(batches, TextBatches):
-        return TextGraphStep(model, optimizer, batches, config, device)
-    return EagerStep(model, optimizer, batches, config, device)
+        return TextGraphStep(model, optimizer, batches, config, device, teacher=teacher)
+    return EagerStep(model, optimizer, batches, config, device, teacher=teacher)
 
 
 class GraphStep(EagerStep):
@@ -63,8 +67,9 @@ class GraphStep(EagerStep):
         model: on `device`.
         optimizer: of its parameters, `CrAM` or plain, fused.
         batches: to train on, on `device`.
-        config: precision and label smoothing.
+        config: precision, label smoothing and distillation.
         device: a GPU.
+        teacher: as `EagerStep` has it.
         compiled: whether torch.compile fuses the passes first.
     """
 
@@ -76,9 +81,10 @@ class GraphStep(EagerStep):
         config: TrainConfig,
         device: torch.device,
         *,
+        teacher: nn.Module | None = None,
         compiled: bool = False,
     ) -> None:
-        super().__init__(model.train(), optimizer, batches, config, device)
+        super().__init__(model.train(), optimizer, batches, config, device, teacher=teacher)
         if compiled:
             # what is compiled shares its parameters and buffers with the model
             self._model = torch.compile(model, dynamic=False)

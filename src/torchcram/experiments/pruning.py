@@ -65,7 +65,7 @@ def pruned(
     def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
         with autocast(device, recipe.train.precision):
-            return loss_of(net(inputs), labels, recipe.train.label_smoothing)
+            return loss_of(net(inputs), labels, recipe.train)
 
     def prune() -> dict[str, Tensor]:
         source = build_batches(recipe, data, train=True, device=device, seed=mixed(seed, "pruning"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchcram.experiments.data.augment import AUGMENTS, STREAMED
+from torchcram.experiments.distill import DistillConfig
 from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
 from torchcram.experiments.recipe_checks import read_operator, read_operators, require_pattern
 from torchcram.experiments.structure import UNLESS_DEFAULT, require, require_one_of
@@ -73,6 +74,7 @@ class TrainConfig:
 
     Attributes:
         early_stopping: None trains to the end, on the whole training set.
+        distillation: None learns from the labels alone.
     """
 
     epochs: int
@@ -80,6 +82,7 @@ class TrainConfig:
     precision: str = "bf16"
     label_smoothing: float = 0.0
     early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    distillation: DistillConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")

@@ -51,16 +51,20 @@ class Start:
     Attributes:
         model: whose copy is trained.
         masks: that every step holds, by parameter name; None for none.
+        teacher: whose scores count beside the labels, where the recipe has `train.distillation`.
     """
 
     model: nn.Module
     masks: Masks | None = None
+    teacher: nn.Module | None = None
 
     @property
     def digest(self) -> str:
-        """A short text that differs for other weights or masks."""
+        """A short text that differs for other weights, masks or another teacher."""
         masks = {f"mask of {name}": mask for name, mask in (self.masks or {}).items()}
-        return digest({**self.model.state_dict(), **masks})
+        taught = {} if self.teacher is None else self.teacher.state_dict()
+        teacher = {f"teacher's {name}": value for name, value in taught.items()}
+        return digest({**self.model.state_dict(), **masks, **teacher})
 
 
 @dataclass(eq=False)

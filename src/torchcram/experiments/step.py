@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from torchcram.experiments.distill import distillation_loss
 from torchcram.experiments.text.spans import span_loss
 
 if TYPE_CHECKING:
@@ -46,8 +47,20 @@ class Step(Protocol):
         """
 
 
-MakeStep = Callable[[nn.Module, "Optimizer", Batches, "TrainConfig", torch.device], Step]
-"""Makes a `Step`; called once the model and the optimizer hold the state to continue from."""
+class MakeStep(Protocol):
+    """Makes a `Step`; called once the model and the optimizer hold the state to continue from."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: Batches,
+        config: TrainConfig,
+        device: torch.device,
+        *,
+        teacher: nn.Module | None = None,
+    ) -> Step:
+        """Returns a way to take steps, as `EagerStep` has it."""
 
 
 class EagerStep:
@@ -57,8 +70,9 @@ class EagerStep:
         model: on `device`.
         optimizer: of its parameters, `CrAM` or plain.
         batches: to train on.
-        config: precision and label smoothing.
+        config: precision, label smoothing and distillation.
         device: of all that is computed.
+        teacher: on `device`, in eval mode, whose scores count too where `config` says so.
     """
 
     def __init__(
@@ -68,11 +82,14 @@ class EagerStep:
         batches: Batches,
         config: TrainConfig,
         device: torch.device,
+        *,
+        teacher: nn.Module | None = None,
     ) -> None:
         self._model: Callable[[Tensor], Tensor] = model
         self._optimizer = optimizer
         self._batches = batches
         self._config = config
+        self._teacher = teacher
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # at w, at w~; how many
 
@@ -93,7 +110,9 @@ class EagerStep:
         return dense / steps, compressed / passes if passes else None
 
     def _train_on(self, batch: tuple[Tensor, Tensor]) -> None:
-        at_w, at_compressed = train_on(batch, self._model, self._optimizer, config=self._config)
+        at_w, at_compressed = train_on(
+            batch, self._model, self._optimizer, config=self._config, teacher=self._teacher
+        )
         self._sums[0] += at_w
         self._sums[2] += 1
         if at_compressed is not None:
@@ -107,15 +126,20 @@ def train_on(
     optimizer: Optimizer,
     *,
     config: TrainConfig,
+    teacher: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
     images, labels = batch
     found: list[Tensor] = []
+    wanted = None
+    if config.distillation is not None and teacher is not None:
+        with torch.no_grad(), autocast(images.device, config.precision):
+            wanted = teacher(images)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         with autocast(images.device, config.precision):
-            loss = loss_of(model(images), labels, config.label_smoothing)
+            loss = loss_of(model(images), labels, config, wanted)
         loss.backward()
         found.append(loss.detach())
         return found[-1]
@@ -125,11 +149,26 @@ def train_on(
     return at_w, at_compressed[-1] if at_compressed else None  # C-SAM goes to C(w) before
 
 
-def loss_of(scores: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy of class scores, (n, classes), or of first and last tokens, (n, t, 2)."""
+def loss_of(
+    scores: Tensor, labels: Tensor, config: TrainConfig, wanted: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy of class scores, (n, classes), or of first and last tokens, (n, t, 2).
+
+    Args:
+        scores: of the model.
+        labels: classes, (n,), or tokens, (n, 2).
+        config: label smoothing and distillation.
+        wanted: scores of the teacher, if there is one.
+    """
     if scores.dim() == 3:
-        return span_loss(scores, labels, smoothing)
-    return F.cross_entropy(scores, labels, label_smoothing=smoothing)
+        loss = span_loss(scores, labels, config.label_smoothing)
+    else:
+        loss = F.cross_entropy(scores, labels, label_smoothing=config.label_smoothing)
+    if config.distillation is None or wanted is None:
+        return loss
+    weight = config.distillation.weight
+    soft = distillation_loss(scores, wanted, config.distillation.temperature)
+    return (1 - weight) * loss + weight * soft
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +85,7 @@ def train(
         data: to train and test on.
         seed: of the initial weights, the batches and the draws.
         device: of all that is computed.
-        start: a model to start from, and masks to hold.
+        start: a model to start from, masks to hold, and a model to learn from.
         eval_interval: test accuracy is measured after every so many epochs, and after the last.
         checkpoint_interval: a checkpoint is written after every so many, and after the last.
         make_step: how steps are taken.
@@ -92,12 +94,15 @@ def train(
 
     Raises:
         ValueError: if the folder is of another run, naming in what they differ, if the model does
-            not take such images, or if processes are given different work.
+            not take such images, if processes are given different work, or if the recipe has
+            `train.distillation` and `start` no teacher.
         FloatingPointError: if the loss is not finite.
     """
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
             raise ValueError(f"{name}_interval={every!r} is not a positive number")
+    if recipe.train.distillation is not None:
+        make_step = partial(make_step, teacher=_teacher(start, recipe, device))
     asked = RunInfo(
         seed=seed,
         data=DataInfo.of(data),
@@ -127,6 +132,16 @@ def train(
         return load_trained(folder, device)
     trained = team.from_first(lambda: load_trained(folder, CPU))
     return replace(trained, model=place(trained.model, device))
+
+
+def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module:
+    """Returns a copy of the model to learn from, which nothing changes."""
+    if start is None or start.teacher is None:
+        raise ValueError(
+            f"{recipe.name}: train.distillation takes a dense model to learn from, which only "
+            "fine-tuning has; allowed here: null"
+        )
+    return place(copy.deepcopy(start.teacher), device).eval().requires_grad_(False)
 
 
 def _open(

@@ -8,6 +8,8 @@ from torchcram.experiments.fast import make_step
 from torchcram.experiments.oneshot import one_shot
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe_changes import finetune_recipe
+from torchcram.experiments.runlog import read_log
+from torchcram.experiments.step import EagerStep
 from torchcram.experiments.stopping import held_out_values
 from torchcram.experiments.text.load import load_text
 from torchcram.experiments.train import train
@@ -34,3 +36,19 @@ def test_pruners_and_rounds_on_a_gpu(tmp_path, tiny, questions):
     )
     assert one.sparsity == pytest.approx(0.5, abs=0.01)
     assert len(held_out_values(tmp_path / "on")) >= 4
+
+
+def test_captured_steps_learn_from_a_teacher_as_eager_ones_do(tmp_path, tiny, questions):
+    given = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", "train.epochs=2", *SETS])
+    data = load_text(given, questions)
+    train(given, tmp_path / "run", data=data, seed=0, device=CUDA)
+    sets = ["optimizer.lr=0.001", "train.distillation.weight=1", "train.precision=fp32"]
+    on = finetune_recipe(given, "uniform:0.5", overrides=sets)
+    losses = []
+    for how, name in ((make_step, "graphs"), (EagerStep, "eager")):
+        out = tmp_path / name
+        finetune(
+            tmp_path / "run", "uniform:0.5", out, recipe=on, data=data, device=CUDA, make_step=how
+        )
+        losses.append(read_log(out)[0].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)  # dropout draws differ

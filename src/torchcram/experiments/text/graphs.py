@@ -37,8 +37,9 @@ class TextGraphStep(EagerStep):
         model: on `device`.
         optimizer: of its parameters, `CrAM` or plain, fused; one that `can_be_captured`.
         batches: to train on, on `device`.
-        config: precision and label smoothing.
+        config: precision, label smoothing and distillation.
         device: a GPU.
+        teacher: as `EagerStep` has it.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class TextGraphStep(EagerStep):
         batches: TextBatches,
         config: TrainConfig,
         device: torch.device,
+        *,
+        teacher: nn.Module | None = None,
     ) -> None:
-        super().__init__(model.train(), optimizer, batches, config, device)
+        super().__init__(model.train(), optimizer, batches, config, device, teacher=teacher)
         self._texts, self._number = batches, 0
         self._chosen = batches.places(0).clone()  # where every graph finds its sequences
         self._takes: dict[int, GraphedStep] = {}
