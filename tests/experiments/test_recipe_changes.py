@@ -49,6 +49,16 @@ def test_finetuning_can_be_told_otherwise():
     assert (found.train.epochs, found.schedule.warmup_epochs) == (1, 1)
 
 
+def test_what_learns_from_the_dense_model_has_a_name_of_its_own():
+    found = finetune_recipe(CIFAR, "global:0.9", overrides=["train.distillation={}"])
+    assert found.name == "cifar10/resnet20/cram-plus-multi-finetune-distilled-global-0.9"
+    assert found.title == "CrAM+-Multi, distilled at global:0.9"
+    named = finetune_recipe(
+        CIFAR, "global:0.9", overrides=["train.distillation={}", "name=cifar10/resnet20/mine"]
+    )
+    assert named.name == "cifar10/resnet20/mine"
+
+
 def test_transfer_is_the_other_recipe_for_this_model():
     to = load_recipe("flowers102/resnet50/transfer")
     found = transfer_recipe(CIFAR, "global:0.8+int4", to, overrides=["train.batch_size=7"])

@@ -311,6 +311,23 @@ def test_pruners_and_fine_tuning_have_rows_below_their_method():
     assert table[4][1:4] == ["", "", "88.00 (-2.00)"]
 
 
+def test_what_a_pruner_left_and_what_learned_from_the_dense_model_have_rows_too():
+    at = "obs@nm:2:4"
+    some = [
+        result("sgd", [seed(0, 0.9, {"nm:2:4": 0.6})]),
+        result("sgd-finetune-obs-nm-2-4", [seed(0, 0.9, {at: 0.87})]),
+        result("sgd-finetune-distilled-obs-nm-2-4", [seed(0, 0.9, {at: 0.89})]),
+        result("sgd-finetune-distilled-nm-2-4", [seed(0, 0.9, {"nm:2:4": 0.88})]),
+    ]
+    name = "cifar/net sgd fine-tuned@ distilled@ obs@fine-tuned@ obs@distilled@ nm:2:4"
+    table = rows_of(markdown_table(some, name))
+    assert [(row[0], row[2]) for row in table[3:]] == [
+        ("- distilled", "88.00 (-2.00)"),
+        ("- obs, fine-tuned", "87.00 (-3.00)"),
+        ("- obs, distilled", "89.00 (-1.00)"),
+    ]
+
+
 def test_the_terminal_says_what_is_fine_tuned_and_has_all_metrics():
     one = seed(0, 0.9, {})
     tuned = replace(one, targets=(target("nm:2:4", 0.88, others={"exact match": 0.5}),))

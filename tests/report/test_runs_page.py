@@ -354,7 +354,7 @@ def test_a_model_fine_tuned_at_several_targets_is_one_curve():
     page = Page(runs_page([sgd(), *some]))
     assert [one["name"] for one in page.charts[0]["series"]] == ["SGD", "SGD, fine-tuned"]
     assert [one["x"] for one in page.charts[0]["series"][1]["points"]] == [0, 50, 90]
-    assert any("but for those that are called fine-tuned" in word for word in page.words)
+    assert any("called fine-tuned or distilled" in word for word in page.words)
     assert "cifar/net/sgd-finetune-global-0.5, 1 seed, 20 epochs, 2.5 min" in page.words
     again = tuned("global:0.5", 0.87, cram=None)  # other settings at the same target: on its own
     names = [one["name"] for one in Page(runs_page([*some, again])).charts[0]["series"]]

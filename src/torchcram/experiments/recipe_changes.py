@@ -13,6 +13,7 @@ from torchcram.pruners import parse_pruner
 
 DENSE = "dense"  # in place of an operator: no compression
 FINETUNE = "-finetune-"  # in the name of a recipe, followed by the target
+DISTILLED = f"{FINETUNE}distilled-"  # the same, where the dense model was the teacher
 TEXT_EPOCHS, TEXT_LR = 2, 5e-5  # with texts, as CrAM has it for BERT
 TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
 
@@ -72,7 +73,11 @@ def finetune_recipe(
         compress=recipe.compress if at == DENSE else replace(recipe.compress, watch=None),
         cram=None,
     )
-    return with_epochs(with_overrides(shorter, overrides), epochs)
+    given = with_epochs(with_overrides(shorter, overrides), epochs)
+    if given.train.distillation is None or given.name != shorter.name:
+        return given
+    name, title = f"{recipe.name}{DISTILLED}{as_name(at)}", f"{recipe.title}, distilled at {at}"
+    return replace(given, name=name, title=title)
 
 
 def transfer_recipe(

@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.recipe_changes import FINETUNE, as_name
+from torchcram.experiments.recipe_changes import DISTILLED, FINETUNE, as_name
 from torchcram.experiments.results import Result, TargetResult, mean
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 from torchcram.report.table import NOTICEABLE
 
 NOT_RUN = "not run yet"
-FINETUNED = "fine-tuned@"  # what a name says for it, beside the pruners
+TRAINED_ON = {"fine-tuned@": FINETUNE, "distilled@": DISTILLED}  # words, and marks in methods
 _CHANGE = "vs dense: the change in points"
 _NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
 
@@ -82,7 +82,8 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
             One without a result gets a row that says so. Operators among them are the targets to
             show, in this order, instead of all: "squad/minilm-l6 adam obs@uniform:0.5". Pruners
             that end with @, as "obs@", give every method a further row with the same targets by
-            that pruner, and "fine-tuned@" one of them fine-tuned.
+            that pruner; "fine-tuned@" and "distilled@" one of them trained on, and
+            "obs@fine-tuned@" one of what that pruner left trained on.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -109,7 +110,8 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
         for kind in further:
             cells = [_further_cell(found, method, kind, target) for target in targets]
             if any(cells):
-                rows.append([_escaped(f"- {kind[:-1]}"), "", *cells, "", "", ""])
+                how = kind[:-1].replace("@", ", ")
+                rows.append([_escaped(f"- {how}"), "", *cells, "", "", ""])
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
 
@@ -131,10 +133,12 @@ def _cell(result: Result, target: str) -> str:
 
 
 def _further_cell(found: Mapping[str, Result], method: str, kind: str, target: str) -> str:
-    if kind != FINETUNED:
-        return _cell(found[method], kind + target)
-    tuned = found.get(f"{method}{FINETUNE}{as_name(target)}")
-    return "" if tuned is None else _cell(tuned, target)
+    for word, mark in TRAINED_ON.items():
+        if kind.endswith(word):
+            operator = kind.removesuffix(word) + target
+            on = found.get(f"{method}{mark}{as_name(operator)}")
+            return "" if on is None else _cell(on, operator)
+    return _cell(found[method], kind + target)
 
 
 def _note(results: Sequence[Result]) -> str:

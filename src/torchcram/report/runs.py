@@ -95,10 +95,9 @@ class Group:
         """The runs of charts and tables: a model that was fine-tuned at several targets is one."""
         found: dict[object, Run] = {}
         for run in self.runs:
-            base, tuned, _ = run.result.method.partition(FINETUNE)
-            key = base if tuned else id(run)
+            label = run.result.title.rpartition(" at ")[0]
+            key = label if FINETUNE in run.result.method else id(run)
             if key in found and not found[key].rows.keys() & run.rows.keys():
-                label = run.result.title.rpartition(" at ")[0]
                 rows = {**found[key].rows, **run.rows}
                 found[key] = replace(found[key], label=label, rows=rows)
             else:
