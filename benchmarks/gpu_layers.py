@@ -1,4 +1,4 @@
-"""Linear layers on the GPU: dense, 2:4, 8 bits and 4 bits, by torch's own kernels.
+"""Linear layers on the GPU: dense, 2:4, 8 bits and 4 bits.
 
     python benchmarks/gpu_layers.py [--tokens 1,16,384] [--dtypes bfloat16,float16]
 
@@ -55,7 +55,7 @@ def kernels(weight: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Make]
         integers = find_integers(weights, "weight", quantize)
         plain = weights["weight"].to(dtype)
         if quantize.bits == 8:
-            found["int8"] = (plain, partial(Int8Linear, integers, None, dtype))
+            found["int8"] = (plain, partial(Int8Linear, integers, None))
         elif dtype == torch.bfloat16:
             found["int4"] = (plain, partial(Int4Linear, integers, None))
             if importlib.util.find_spec("torchao") is not None:

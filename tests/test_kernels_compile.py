@@ -14,22 +14,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from torchcram._kernels import int8
 from torchcram._kernels.select import REGISTERS, _select_kernel
 from torchcram._kernels.table import CHUNK, WARPS
 from torchcram._kernels.zero import _zero_kernel
 
 OTHER = {"mask": "*i1", "chunk_count": "i32", "tensor_count": "i32", "segment_count": "i32"}
+OTHER |= {"count": "i32", "outputs": "i32", "inputs": "i32", "values": "*i8", "scale": "*fp32"}
 
 
 def compile_(kernel, constants, **options):
     types = {**dict.fromkeys(kernel.arg_names, "*i64"), **OTHER}
+    if "values" in kernel.arg_names:
+        types |= dict.fromkeys(("x", "y", "bias"), f"*{constants.pop('DTYPE')}")
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     source = ASTSource(kernel, signature, values)
     options = {"num_warps": WARPS, **options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "ptx" in made.asm
-    print(kernel.__name__, constants["KEY"], "ok")
+    print(kernel.__name__, constants, "ok")
 
 
 for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
@@ -43,6 +47,13 @@ for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
             launch_cooperative_grid=True,
         )
     compile_(_zero_kernel, common)
+for dtype, bias in (("bf16", True), ("fp16", False)):
+    common = {"DTYPE": dtype, "HAS_BIAS": bias}
+    one = {"WIDE": int8.ONE, "DEEP": int8.LONG}
+    compile_(int8._one_row_kernel, {**common, **one}, num_warps=4)
+    for wide in int8.COLUMNS:
+        tile = {"ROWS": int8.ROWS, "WIDE": wide, "DEEP": int8.DEEP}
+        compile_(int8._rows_kernel, {**common, **tile}, num_warps=4, num_stages=4)
 """
 
 
@@ -56,4 +67,4 @@ def test_kernels_compile_for_compute_capability_9():
         env=environment,
     )
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.count("ok") == 8
+    assert out.stdout.count("ok") == 14

@@ -110,5 +110,34 @@ def test_int8_layers_compute_what_dense_ones_do():
     weight, integers = quantized(16, 64, Quantize(8))
     bias = torch.randn(16)
     x = torch.randn(2, 5, 64)
-    found = Int8Linear(integers, bias, FP32)(x)
+    found = Int8Linear(integers, bias)(x)
     torch.testing.assert_close(found, nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-5)
+
+
+def test_int8_layers_take_our_kernel_for_few_rows(monkeypatch):
+    weight, integers = quantized(16, 64, Quantize(8))
+    layer = Int8Linear(integers, torch.randn(16).half())
+    seen = []
+
+    class Kernels:
+        MOST_ROWS = 10
+
+        @staticmethod
+        def multiply_int8(x, values, scale, bias):
+            seen.append(x.shape)
+            assert x.is_contiguous()
+            return (x.float() @ values.float().t() * scale + bias).to(x.dtype)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr("torchcram.runtime.gpu_layers.cuda_kernels", lambda: Kernels)
+    for shape, few in (((2, 5, 64), True), ((64, 10), True), ((11, 64), False), ((0, 64), True)):
+        x = torch.randn(shape).half()
+        x = x.t() if shape == (64, 10) else x
+        found = layer(x.as_subclass(OnGpu)).as_subclass(torch.Tensor)
+        expected = nn.functional.linear(x.float(), weight, layer.bias.float())
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+        assert bool(seen) == few
+        seen.clear()

@@ -1,4 +1,4 @@
-"""Triton kernels that treat a whole list of CUDA tensors in one launch.
+"""Triton kernels: most treat a whole list of CUDA tensors in one launch.
 
 A model has many weights, most of them small, so one launch per tensor would cost more than the work
 itself. Programs work on chunks, which a table finds for them. Nothing waits for the host: counts,
@@ -10,8 +10,17 @@ together. The programs of a selection wait for one another between its passes, w
 launch makes safe.
 """
 
+from torchcram._kernels.int8 import MOST_ROWS, multiply_int8
 from torchcram._kernels.select import keep_largest
 from torchcram._kernels.table import KEYS, layout, walk_alike
 from torchcram._kernels.zero import zero_unmasked_
 
-__all__ = ["KEYS", "keep_largest", "layout", "walk_alike", "zero_unmasked_"]
+__all__ = [
+    "KEYS",
+    "MOST_ROWS",
+    "keep_largest",
+    "layout",
+    "multiply_int8",
+    "walk_alike",
+    "zero_unmasked_",
+]

@@ -40,9 +40,9 @@ def prepare_gpu(
 ) -> Prepared:
     """Returns a copy of `model` for the GPU, with layers exchanged where that is measured faster.
 
-    2:4 weights become semi-structured tensors; weights of up to 8 bits go through
-    torch._weight_int8pack_mm, of up to 4 bits through torch._weight_int4pack_mm. The copy is in
-    eval mode, computes in `dtype`, and cannot be trained.
+    2:4 weights become semi-structured tensors; weights of up to 8 bits go through a kernel of our
+    own, of up to 4 bits through torch._weight_int4pack_mm. The copy is in eval mode, computes in
+    `dtype`, and cannot be trained.
 
     Args:
         model: compressed already; in float32 where it is quantized.

@@ -107,7 +107,7 @@ def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel
     sparse = Kernel(why_not_sparse(weight, dtype), partial(sparse_linear, weight, bias))
     if integers is None:
         return {"2:4": sparse, "integers": Kernel("not quantized", partial(copy.deepcopy, layer))}
-    int8 = Kernel(why_not_int8(integers, dtype), partial(Int8Linear, integers, bias, dtype))
+    int8 = Kernel(why_not_int8(integers, dtype), partial(Int8Linear, integers, bias))
     int4 = Kernel(why_not_int4(integers, dtype), partial(Int4Linear, integers, bias))
     return {"2:4": sparse, "int8": int8, "int4": int4}
 

@@ -1,4 +1,4 @@
-"""Linear layers on torch's kernels for compressed weights."""
+"""Linear layers for compressed weights: on torch's kernels for 2:4 and 4 bits, on ours for 8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime.gpu_rules import int4_group, int4_tiles
+from torchcram.runtime.gpu_rules import DTYPES, int4_group, int4_tiles
+from torchcram.weights import cuda_kernels
 
 if TYPE_CHECKING:
     from torchcram.runtime.onnx_integers import Integers
@@ -35,27 +36,34 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class Int8Linear(nn.Module):
     """y = (x q^T) s + b, with q in 8 bits and one scale per output.
 
+    For few rows a kernel of our own reads q as it is. For many, or where there is no Triton, the
+    weight is expanded at every call: that saves memory between calls, and no time.
+
     Args:
         integers: q and s; see `why_not_int8`.
         bias: or None.
-        dtype: of x and y.
     """
 
     values: Tensor
     scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, integers: Integers, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, integers: Integers, bias: Tensor | None) -> None:
         super().__init__()
         self.register_buffer("values", integers.values.clone().contiguous())
-        self.register_buffer("scale", integers.scale.to(dtype))
+        self.register_buffer("scale", integers.scale.float().flatten())
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
-        rows = x.reshape(-1, x.shape[-1])
-        y = torch._weight_int8pack_mm(rows, self.values, self.scale)
-        return _finish(y, self.bias, x)
+        kernels = cuda_kernels() if x.is_cuda and x.dtype in DTYPES else None
+        count = x.numel() // max(1, x.shape[-1])
+        if kernels is None or count > kernels.MOST_ROWS:
+            weight = (self.values * self.scale.unsqueeze(1)).to(x.dtype)
+            return nn.functional.linear(x, weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y: Tensor = kernels.multiply_int8(rows, self.values, self.scale, self.bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class Int4Linear(nn.Module):
@@ -112,4 +120,4 @@ def scales_and_zeros(integers: Integers, group: int) -> Tensor:
 def _finish(y: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     if bias is not None:
         y = y + bias
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,4 +1,4 @@
-"""Which of torch's kernels for compressed weights a Linear layer can use on a GPU, and why not."""
+"""Which kernels for compressed weights a Linear layer can use on a GPU, and why not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def why_not_sparse(weight: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def why_not_int8(integers: Integers, dtype: torch.dtype) -> str | None:
-    """Returns why a Linear layer cannot use torch._weight_int8pack_mm; None where it can.
+    """Returns why a Linear layer cannot run on 8 bits; None where it can.
 
     Args:
         integers: of its weight.

@@ -154,7 +154,7 @@ def test_weights_are_tried_on_the_cpu_wherever_they_are(monkeypatch):
 def test_a_model_on_a_gpu_is_tried_on_the_cpu():
     device = torch.device("cuda")
     model = Drawing(built(roberta(34)).to(device), fails=False)
-    with pytest.raises(ValueError, match="of up to 34 tokens: index .*out of "):
+    with pytest.raises(ValueError, match=r"of up to 34 tokens: index .*out of "):
         require_fit(model, RECIPE, data("sst2", 12, 34), device=device)
     require_fit(model, RECIPE, data("sst2", 12, 32), device=device)
     assert {device for device, _, _ in model.seen} == {CPU}
