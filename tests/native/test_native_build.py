@@ -1,6 +1,7 @@
 """Building the kernels: with a compiler, without one, and as part of a wheel."""
 
 import ctypes
+import platform
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,23 @@ def test_the_library_goes_where_it_is_wanted(tmp_path, monkeypatch):
     target = compiling.build(tmp_path / "kernels.so")
     assert ctypes.CDLL(str(target)).torchcram_use_level(0) == 1
     assert list(tmp_path.iterdir()) == [target]
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX is of x86")
+def test_an_old_compiler_leaves_out_what_it_does_not_know(tmp_path, monkeypatch):
+    old = tmp_path / "old"
+    real = " ".join(compiling.compiler())
+    old.write_text(f'#!/bin/sh\ncase "$*" in *-mavx512*) exit 1;; esac\nexec {real} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    monkeypatch.setattr(compiling, "_COMMON", [*compiling._COMMON, "-O0"])
+    library = ctypes.CDLL(str(compiling.build(tmp_path / "kernels.so")))
+    library.torchcram_level.restype = ctypes.c_char_p
+    assert library.torchcram_level() in (b"avx2", b"portable")
+    assert library.torchcram_use_level(2) == 0
+    assert library.torchcram_use_level(0) == 1
+    assert library.torchcram_level() == b"portable"
 
 
 def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):

@@ -47,12 +47,13 @@ def build(target: Path = LIBRARY) -> Path:
     if found is None or sys.platform == "win32":
         raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
     x86 = platform.machine() in ("x86_64", "AMD64")
-    units: list[tuple[Path, str, list[str]]] = [
-        (SOURCES / f"{name}.cpp", name, []) for name in _UNITS
-    ]
-    for level, flags in _LEVELS.items():
-        if x86 or level == "portable":
-            units.append((SOURCES / "kernels.cpp", level, flags))
+    levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
+    without = []
+    if x86 and not _takes(found, levels["avx512"]):  # an old one, which still has AVX2
+        del levels["avx512"]
+        without = ["-DTORCHCRAM_NO_AVX512"]
+    units = [(SOURCES / f"{name}.cpp", name, without) for name in _UNITS]
+    units += [(SOURCES / "kernels.cpp", level, flags) for level, flags in levels.items()]
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         for source, name, flags in units:
@@ -65,6 +66,12 @@ def build(target: Path = LIBRARY) -> Path:
         shutil.copyfile(library, part)
         part.replace(target)  # whoever has the old one loaded keeps it
     return target
+
+
+def _takes(found: list[str], flags: list[str]) -> bool:
+    """Whether a compiler knows its way with flags."""
+    command = [*found, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
 
 
 def _run(command: list[str]) -> None:

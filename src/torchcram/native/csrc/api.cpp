@@ -13,9 +13,11 @@ void use_openmp(void* parallel);
 static const Kernels* best() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+#if !defined(TORCHCRAM_NO_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
     return &kAvx512;
+#endif
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kAvx2;
 #endif
   return &kPortable;
@@ -35,8 +37,13 @@ TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 TORCHCRAM_EXPORT int torchcram_use_level(int level) {
   const Kernels* most = best();
 #if defined(__x86_64__)
+#if defined(TORCHCRAM_NO_AVX512)
+  const Kernels* known[] = {&kPortable, &kAvx2};
+#else
   const Kernels* known[] = {&kPortable, &kAvx2, &kAvx512};
-  const int top = most == &kAvx512 ? 2 : most == &kAvx2 ? 1 : 0;
+#endif
+  int top = 0;
+  while (known[top] != most) ++top;
 #else
   const Kernels* known[] = {most};
   const int top = 0;
