@@ -7,7 +7,7 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseConv2d
-from torchcram.runtime.packing import PAIRS, PATTERNS, Geometry, check_packed, pack_images
+from torchcram.runtime.packing import PAIRS, FOURS, Geometry, check_packed, pack_images
 
 pytestmark = needs_kernels
 
@@ -67,7 +67,7 @@ def test_every_remainder_of_images(by_images, batch):
 
 @pytest.mark.parametrize("by_images", [False, True])
 @pytest.mark.parametrize("channels", [1, 31, 32, 33, 70])
-@pytest.mark.parametrize("form", [PAIRS, PATTERNS])
+@pytest.mark.parametrize("form", [PAIRS, FOURS])
 def test_every_remainder_of_channels(by_images, channels, form):
     sparsity = 0.8 if form == PAIRS else 0.3
     geometry = GEOMETRIES[1]

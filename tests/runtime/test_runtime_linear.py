@@ -9,11 +9,11 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import PAIRS, PATTERNS, check_packed, pack_linear
+from torchcram.runtime.packing import PAIRS, FOURS, check_packed, pack_linear
 
 pytestmark = needs_kernels
 
-FORMS = [PAIRS, PATTERNS]
+FORMS = [PAIRS, FOURS]
 NAN, INF = float("nan"), float("inf")
 ACTIVATIONS = [
     ("relu", functional.relu),
@@ -61,7 +61,7 @@ def test_every_remainder_of_columns(form, inner):
 def test_any_shape_and_sparsity(tokens, rows, inner, sparsity, pairs):
     x, weight = torch.randn(tokens, inner), sparse_weight(rows, inner, sparsity=sparsity)
     expected = functional.linear(x.double(), weight.double())
-    found = sparse_linear(x, weight, form=PAIRS if pairs else PATTERNS)
+    found = sparse_linear(x, weight, form=PAIRS if pairs else FOURS)
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
 
 

@@ -14,7 +14,7 @@ from torchcram.native.library import kernels
 from torchcram.runtime import ops, ops_conv, ops_int8, packing  # noqa: F401  registers the operators
 from torchcram.runtime.packing import (
     PAIRS,
-    PATTERNS,
+    FOURS,
     Geometry,
     check_packed,
     described,
@@ -25,7 +25,7 @@ from torchcram.runtime.packing import (
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize("form", [PAIRS, PATTERNS])
+@pytest.mark.parametrize("form", [PAIRS, FOURS])
 def test_truncated_foreign_and_altered_ones_are_refused(form):
     packed = pack_linear(sparse_weight(20, 200), form=form)
     check_packed(packed)
@@ -59,7 +59,7 @@ def test_rows_and_columns_outside_are_refused():
 @given(st.data())
 def test_what_is_accepted_stays_within_its_memory(data):
     torch.manual_seed(data.draw(st.integers(0, 3)))
-    form = data.draw(st.sampled_from([PAIRS, PATTERNS]))
+    form = data.draw(st.sampled_from([PAIRS, FOURS]))
     packed = pack_linear(sparse_weight(9, 170), form=form)
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, packed.numel() - 1))

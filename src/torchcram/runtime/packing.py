@@ -16,10 +16,10 @@ from torchcram.native.library import kernels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAIRS, PATTERNS = 2, 4
+PAIRS, FOURS = 2, 3
 _ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
 _MOST = 2**31 - 1
-_PAIRS_FROM = 0.62  # sparsity: below it, rows share so many columns that patterns pay
+_PAIRS_FROM = 0.88  # sparsity: below it, rows share so many columns that fours pay
 _FEW_FROM = 0.93  # sparsity: from here on, partial sums cost more than the weights
 
 
@@ -172,7 +172,7 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _form_for(weight: Tensor) -> int:
-    return PAIRS if _sparsity(weight) >= _PAIRS_FROM else PATTERNS
+    return PAIRS if _sparsity(weight) >= _PAIRS_FROM else FOURS
 
 
 def _block_for(weight: Tensor, form: int) -> int:
@@ -180,8 +180,8 @@ def _block_for(weight: Tensor, form: int) -> int:
 
     The smaller it is, the less is lost where another thread of the core takes a part of L1.
     """
-    if form == PATTERNS:
-        return 192
+    if form == FOURS:
+        return 128
     return 128 if _sparsity(weight) >= _FEW_FROM else 96
 
 

@@ -55,7 +55,7 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
 
 TORCHCRAM_EXPORT void torchcram_use_openmp(void* parallel) { use_openmp(parallel); }
 
-// The form of a matrix: 2 pairs, 4 patterns. Returns how many bytes it takes, and writes them where
+// The form of a matrix: 2 pairs, 3 fours. Returns how many bytes it takes, and writes them where
 // there is room for them.
 TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows, int64_t inner,
                                                int64_t form, int64_t block, void* out,

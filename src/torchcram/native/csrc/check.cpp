@@ -10,7 +10,7 @@ namespace {
 bool fits(const Header& h, int64_t bytes) {
   const int64_t most = int64_t(1) << 40;
   if (h.magic != kMagic || h.bytes != bytes) return false;
-  if (h.form != kPairs && h.form != kPatterns) return false;
+  if (h.form != kPairs && h.form != kFours) return false;
   for (int64_t n : {h.rows, h.inner, h.blocks, h.groups, h.group_rows})
     if (n < 1 || n > most) return false;
   if (h.blocks > bytes / 8 || h.groups > bytes / 16 / h.blocks) return false;
@@ -52,13 +52,14 @@ bool good_pairs(Reader r, int64_t rows) {
   return r.column == r.last_column && r.value == r.last_value;
 }
 
-bool good_patterns(Reader r, int64_t rows) {
+bool good_fours(Reader r, int64_t rows) {
   for (int64_t row = 0; row < rows; row += 4) {
-    if (r.column + 15 > r.last_column) return false;
-    const uint16_t* counts = r.columns + r.column;
-    r.column += 15;
-    for (int pattern = 15; pattern > 0; --pattern)
-      if (!r.take(counts[pattern - 1], 1, __builtin_popcount(pattern))) return false;
+    if (r.column + 6 > r.last_column) return false;
+    const uint16_t* at = r.columns + r.column;
+    for (int i = 2; i < 6; ++i)
+      if (at[i] >= (rows + 3) / 4 * 4) return false;
+    r.column += 6;
+    if (!r.take(at[0], 10, 16) || !r.take(at[1], 4, 4)) return false;
   }
   return r.column == r.last_column && r.value == r.last_value;
 }
@@ -84,7 +85,7 @@ bool check(const void* memory, int64_t bytes) {
         return false;
       const Reader r{packed.columns, s->column, s->value, s[1].column, s[1].value, panel_bytes};
       const int64_t rows = packed.group_rows(group);
-      if (!(h.form == kPairs ? good_pairs(r, rows) : good_patterns(r, rows))) return false;
+      if (!(h.form == kPairs ? good_pairs(r, rows) : good_fours(r, rows))) return false;
     }
   }
   return true;

@@ -7,40 +7,12 @@
 namespace torchcram {
 namespace {
 
-constexpr int kPatternVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
+constexpr int kFourVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
 constexpr int kPairVectors = 4;
 
 struct Stream {
   const uint16_t* column;
   const float* value;
-};
-
-// The columns that the rows in the bits of P use, then those of P - 1, ... 1.
-template <int V, int P>
-struct Pattern {
-  static TORCHCRAM_INLINE void run(const char* panel, const uint16_t* counts, Stream& s,
-                                   Vector (&sum)[4][V]) {
-    for (int left = counts[P - 1]; left > 0; --left) {
-      const Vector* from = reinterpret_cast<const Vector*>(panel + *s.column++);
-      Vector x[V];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) x[v] = from[v];
-      const float* w = s.value;
-#pragma GCC unroll 4
-      for (int row = 0; row < 4; ++row) {
-        if (!(P >> row & 1)) continue;
-        const float weight = *w++;
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sum[row][v] += x[v] * weight;
-      }
-      s.value += __builtin_popcount(P);
-    }
-    Pattern<V, P - 1>::run(panel, counts, s, sum);
-  }
-};
-template <int V>
-struct Pattern<V, 0> {
-  static TORCHCRAM_INLINE void run(const char*, const uint16_t*, Stream&, Vector (&)[4][V]) {}
 };
 
 // What a row starts from: its bias in the first block (no bias: null), what there is in the others.
@@ -50,27 +22,6 @@ TORCHCRAM_INLINE void begin(Vector (&sum)[V], const Vector* at, const float* bia
   const Vector start = first && bias ? all(bias[row]) : Vector{};
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) sum[v] = first ? start : at[v];
-}
-
-template <int V, bool First>
-void run_patterns(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
-  for (int64_t row = 0; row < rows; row += 4) {
-    Vector sum[4][V];
-    Vector* at[4];
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) {
-      at[r] = reinterpret_cast<Vector*>(sums + (row + r) * kPanel);
-      begin(sum[r], at[r], row + r < rows ? bias : nullptr, row + r, First);
-    }
-    const uint16_t* counts = s.column;
-    s.column += 15;
-    Pattern<V, 15>::run(panel, counts, s, sum);
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) at[r][v] = sum[r][v];
-    }
-  }
 }
 
 template <int V, bool First>
@@ -112,6 +63,77 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
   }
 }
 
+// Adds a column to the sums of two rows.
+template <int A, int B, int V>
+TORCHCRAM_INLINE void add_both(const char* panel, uint64_t column, const float* value,
+                               Vector (&sum)[4][V]) {
+  const Vector* from = reinterpret_cast<const Vector*>(panel + uint16_t(column));
+  const float p = value[0], q = value[1];
+  Vector x[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) x[v] = from[v];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) sum[A][v] += x[v] * p;
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) sum[B][v] += x[v] * q;
+}
+
+// Adds to each of four rows a column of its own.
+template <int V>
+TORCHCRAM_INLINE void add_each(const char* panel, const uint16_t* columns, const float* value,
+                               Vector (&sum)[4][V]) {
+  uint64_t four;  // columns by one load: it is loads that limit the speed
+  memcpy(&four, columns, sizeof four);
+#pragma GCC unroll 4
+  for (int row = 0; row < 4; ++row, four >>= 16) {
+    const Vector* from = reinterpret_cast<const Vector*>(panel + uint16_t(four));
+    const float p = value[row];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[row][v] += from[v] * p;
+  }
+}
+
+template <int V, bool First>
+void run_fours(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
+  for (int64_t row = 0; row < rows; row += 4) {
+    int shared = s.column[0], rest = s.column[1];
+    Vector sum[4][V];
+    Vector* at[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const int64_t i = s.column[2 + r];
+      at[r] = reinterpret_cast<Vector*>(sums + i * kPanel);
+      begin(sum[r], at[r], i < rows ? bias : nullptr, i, First);
+    }
+    s.column += 6;
+    for (; shared > 0; --shared, s.column += 10, s.value += 16) {
+      uint64_t four;
+      uint32_t two;
+      memcpy(&four, s.column, sizeof four);
+      memcpy(&two, s.column + 4, sizeof two);
+      add_both<0, 1>(panel, four, s.value, sum);
+      add_both<2, 3>(panel, four >> 16, s.value + 2, sum);
+      add_both<0, 2>(panel, four >> 32, s.value + 4, sum);
+      add_both<1, 3>(panel, four >> 48, s.value + 6, sum);
+      add_both<0, 3>(panel, two, s.value + 8, sum);
+      add_both<1, 2>(panel, two >> 16, s.value + 10, sum);
+      add_each(panel, s.column + 6, s.value + 12, sum);
+    }
+    for (; rest > 0; --rest, s.column += 4, s.value += 4) add_each(panel, s.column, s.value, sum);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) at[r][v] = sum[r][v];
+    }
+  }
+}
+
+template <int V, bool First>
+void run(bool pairs, const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
+  if (pairs) return run_pairs<V, First>(panel, s, sums, rows, bias);
+  if constexpr (V <= kFourVectors) run_fours<V, First>(panel, s, sums, rows, bias);
+}
+
 template <bool First>
 void multiply(const Packed& packed, int64_t block, int64_t group, const char* panel, float* sums,
               int vectors, const float* bias) {
@@ -119,22 +141,16 @@ void multiply(const Packed& packed, int64_t block, int64_t group, const char* pa
   const Stream s{packed.columns + start.column, packed.values + start.value};
   const int64_t rows = packed.group_rows(group);
   const bool pairs = packed.header->form == kPairs;
-  const int most = pairs ? kPairVectors : kPatternVectors;
+  const int most = pairs ? kPairVectors : kFourVectors;
   if (First && bias) bias += packed.first_row(group);
   for (int done = 0; done < vectors; done += most) {
     const char* x = panel + done * sizeof(Vector);
     float* y = sums + done * kLanes;
-    switch ((vectors - done < most ? vectors - done : most) * 2 + pairs) {
-      case 3: run_pairs<1, First>(x, s, y, rows, bias); break;
-      case 5: run_pairs<2, First>(x, s, y, rows, bias); break;
-      case 7: run_pairs<3, First>(x, s, y, rows, bias); break;
-      case 9: run_pairs<4, First>(x, s, y, rows, bias); break;
-      case 2: run_patterns<1, First>(x, s, y, rows, bias); break;
-      case 4: run_patterns<2, First>(x, s, y, rows, bias); break;
-#if TORCHCRAM_LANES == 16
-      case 6: run_patterns<3, First>(x, s, y, rows, bias); break;
-      case 8: run_patterns<4, First>(x, s, y, rows, bias); break;
-#endif
+    switch (vectors - done < most ? vectors - done : most) {
+      case 1: run<1, First>(pairs, x, s, y, rows, bias); break;
+      case 2: run<2, First>(pairs, x, s, y, rows, bias); break;
+      case 3: run<3, First>(pairs, x, s, y, rows, bias); break;
+      case 4: run<4, First>(pairs, x, s, y, rows, bias); break;
     }
   }
 }

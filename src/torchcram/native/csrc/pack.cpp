@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "packed.h"
+#include "streams.h"
 
 namespace torchcram {
 
@@ -38,37 +38,6 @@ bool Strip::lay_out(const Convolution& c) {
 }
 
 namespace {
-
-struct Streams {
-  std::vector<uint16_t> columns;
-  std::vector<float> values;
-};
-
-struct Dense {
-  const float* weight;
-  int64_t rows, inner;
-  const uint16_t* offsets;  // of each k in its panel
-  float at(int64_t row, int64_t k) const { return row < rows ? weight[row * inner + k] : 0.0f; }
-};
-
-void add_patterns(const Dense& dense, int64_t first, int64_t last, int64_t from, int64_t to,
-                  Streams& out) {
-  for (int64_t row = first; row < last; row += 4) {
-    std::vector<int64_t> users[16];
-    for (int64_t k = from; k < to; ++k) {
-      int pattern = 0;
-      for (int r = 0; r < 4; ++r) pattern |= (dense.at(row + r, k) != 0.0f) << r;
-      users[pattern].push_back(k);
-    }
-    for (int pattern = 1; pattern < 16; ++pattern) out.columns.push_back(users[pattern].size());
-    for (int pattern = 15; pattern > 0; --pattern)
-      for (int64_t k : users[pattern]) {
-        out.columns.push_back(dense.offsets[k]);
-        for (int r = 0; r < 4; ++r)
-          if (pattern >> r & 1) out.values.push_back(dense.at(row + r, k));
-      }
-  }
-}
 
 void add_pairs(const Dense& dense, int64_t first, int64_t last, int64_t from, int64_t to,
                Streams& out) {
@@ -118,7 +87,7 @@ int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
   for (int64_t b = 0; b < h.blocks; ++b)
     for (int64_t g = 0; g < h.groups; ++g) {
       starts.push_back({int64_t(streams.columns.size()), int64_t(streams.values.size())});
-      auto add = form == kPairs ? add_pairs : add_patterns;
+      auto add = form == kPairs ? add_pairs : add_fours;
       add(dense, g * h.group_rows, std::min((g + 1) * h.group_rows, rows), inner_starts[b],
           inner_starts[b + 1], streams);
     }

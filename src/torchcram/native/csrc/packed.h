@@ -9,8 +9,10 @@
 //   pairs    two rows at a time, each with its own columns, as many for both (the shorter is
 //            filled with zeros; rows are paired by their counts):
 //            count, row, row, then (column, column)...
-//   patterns four neighbouring rows; columns sorted by which of the rows use them:
-//            15 counts, then the columns of pattern 15, 14, ... 1
+//   fours    four rows at a time; a column that two of them use is read once for both:
+//            shared, rest, 4 rows, then for each shared step the columns of rows (0, 1), (2, 3),
+//            (0, 2), (1, 3), (0, 3), (1, 2), 0, 1, 2, 3, then for each step of the rest those of
+//            rows 0, 1, 2, 3 (zeros fill up, and rows are grouped so that there are few)
 // A "column" is the offset in bytes of its 64 tokens in the panel.
 #pragma once
 
@@ -26,7 +28,7 @@ constexpr int64_t kMagic = 0x314d415243;  // "CRAM1"
 constexpr int64_t kPanelMost = 28672;  // bytes of a panel of pixels that L1 holds
 constexpr size_t kAlign = 64;
 
-enum Form : int64_t { kPairs = 2, kPatterns = 4 };
+enum Form : int64_t { kPairs = 2, kFours = 3 };
 enum Activation : int { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
 struct Header {
