@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PAIRS, FOURS = 2, 3
 _ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
 _MOST = 2**31 - 1
-_PAIRS_FROM = 0.88  # sparsity: below it, rows share so many columns that fours pay
-_FEW_FROM = 0.93  # sparsity: from here on, partial sums cost more than the weights
+_PAIRS_FROM = 0.91  # sparsity: below it, rows share so many columns that fours pay
+_BLOCK = 128  # columns whose panel of 64 tokens stays in L1, with room for what passes through
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
     form = form or _form_for(weight)
     call = kernels().torchcram_pack_linear
     rows, inner = weight.shape
-    block = _block_for(weight, form)
-    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, block, out, room))
+    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK, out, room))
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -173,16 +172,6 @@ def _matrix(weight: Tensor) -> Tensor:
 
 def _form_for(weight: Tensor) -> int:
     return PAIRS if _sparsity(weight) >= _PAIRS_FROM else FOURS
-
-
-def _block_for(weight: Tensor, form: int) -> int:
-    """Returns how many columns there are in a block, whose panel of 64 tokens stays in L1.
-
-    The smaller it is, the less is lost where another thread of the core takes a part of L1.
-    """
-    if form == FOURS:
-        return 128
-    return 128 if _sparsity(weight) >= _FEW_FROM else 96
 
 
 def _sparsity(weight: Tensor) -> float:

@@ -30,34 +30,37 @@ void take_tokens(const float* x, int64_t stride, int64_t tokens, int64_t inner, 
       panel[k * kPanel + t] = t < tokens ? x[t * stride + k] : 0.0f;
 }
 
+// y[token][row] = sums[row][token] + residual[token][row], for kLanes rows and tokens at most.
+TORCHCRAM_INLINE void give_square(const float* sums, int64_t rows, int64_t tokens,
+                                  const float* residual, float* y, int64_t stride) {
+  Vector m[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) m[i] = load(sums + i * kPanel);
+  transpose(m);
+  if (rows >= kLanes && tokens >= kLanes) {
+    if (residual) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) m[i] += load(residual + i * stride);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(y + i * stride, m[i]);
+    return;
+  }
+  for (int64_t i = 0; i < tokens && i < kLanes; ++i)
+    for (int64_t j = 0; j < rows && j < kLanes; ++j)
+      y[i * stride + j] = m[i][j] + (residual ? residual[i * stride + j] : 0.0f);
+}
+
 // y[token][row] = activation(sums[row][token]) + residual[token][row]; the sums are overwritten.
 void give_tokens(float* sums, int64_t rows, int64_t tokens, int activation, const float* residual,
                  float* y, int64_t stride) {
-  for (int64_t row = 0; row < rows; row += kLanes)
-    for (int64_t t = 0; t < tokens; t += kLanes) {
-      float* from = sums + row * kPanel;
-      if (t == 0) activate(from, kLanes * kPanel, activation);
-      const int64_t here = tokens - t < kLanes ? tokens - t : kLanes;
-      Vector m[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) m[i] = load(from + i * kPanel + t);
-      transpose(m);
+  activate(sums, (rows + kLanes - 1) / kLanes * kLanes * kPanel, activation);
+  // Few tokens at a time: each is in a page of memory of its own, and many pages are slow.
+  for (int64_t t = 0; t < tokens; t += kLanes)
+    for (int64_t row = 0; row < rows; row += kLanes) {
       const int64_t at = t * stride + row;
-      if (row + kLanes <= rows && here == kLanes) {
-        if (residual) {
-#pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) m[i] += load(residual + at + i * stride);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(y + at + i * stride, m[i]);
-        continue;
-      }
-      const int64_t wide = rows - row < kLanes ? rows - row : kLanes;
-      for (int64_t i = 0; i < here; ++i)
-        for (int64_t j = 0; j < wide; ++j) {
-          const int64_t one = at + i * stride + j;
-          y[one] = m[i][j] + (residual ? residual[one] : 0.0f);
-        }
+      give_square(sums + row * kPanel + t, rows - row, tokens - t,
+                  residual ? residual + at : nullptr, y + at, stride);
     }
 }
 
