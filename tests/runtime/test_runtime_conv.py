@@ -7,7 +7,7 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseConv2d
-from torchcram.runtime.packing import PAIRS, FOURS, Geometry, check_packed, pack_images
+from torchcram.runtime.packing import FOURS, PAIRS, Geometry, check_packed, pack_images
 
 pytestmark = needs_kernels
 

@@ -9,7 +9,7 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import PAIRS, FOURS, check_packed, pack_linear
+from torchcram.runtime.packing import FOURS, PAIRS, check_packed, pack_linear
 
 pytestmark = needs_kernels
 

@@ -13,8 +13,8 @@ from sparse_cases import sparse_weight
 from torchcram.native.library import kernels
 from torchcram.runtime import ops, ops_conv, ops_int8, packing  # noqa: F401  registers the operators
 from torchcram.runtime.packing import (
-    PAIRS,
     FOURS,
+    PAIRS,
     Geometry,
     check_packed,
     described,
@@ -45,14 +45,34 @@ def test_truncated_foreign_and_altered_ones_are_refused(form):
             check_packed(bad)
 
 
-def test_rows_and_columns_outside_are_refused():
-    packed = pack_linear(sparse_weight(20, 200), form=PAIRS)
-    columns_at = int(packed[64:72].view(torch.int64))  # count, row, row, then columns
-    for place in range(1, 5):
+# Counts, rows, then columns.
+@pytest.mark.parametrize(("form", "places"), [(PAIRS, range(1, 5)), (FOURS, range(2, 10))])
+def test_rows_and_columns_outside_are_refused(form, places):
+    packed = pack_linear(sparse_weight(20, 200), form=form)
+    columns_at = int(packed[64:72].view(torch.int64))
+    for place in places:
         bad = packed.clone()
         bad[columns_at : columns_at + 20].view(torch.int16)[place] = -64  # 65472
         with pytest.raises(ValueError, match="no packed sparse matrix"):
             check_packed(bad)
+
+
+def test_rows_come_by_fours_where_they_share_columns_and_registers_are_many(each_level):
+    for sparsity, shared in [(0.5, True), (0.95, False)]:
+        packed = pack_linear(sparse_weight(64, 256, sparsity=sparsity))
+        form = int(packed.view(torch.int64)[4])
+        assert form == (FOURS if shared and each_level == "avx512" else PAIRS)
+
+
+def test_what_rows_have_in_common_is_stored_once():
+    alike = torch.zeros(64, 128)
+    alike[:, :28] = 1
+    apart = alike.gather(1, torch.rand(64, 128).argsort(1))
+    columns = []
+    for weight in (alike, apart):
+        header = pack_linear(weight, form=FOURS).view(torch.int64)
+        columns.append((int(header[9]) - int(header[8])) / 2)
+    assert columns[0] < 0.75 * 64 * 28 < columns[1]  # 10 for 16 weights at best
 
 
 @settings(max_examples=200, deadline=None)

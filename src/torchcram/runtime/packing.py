@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchcram.native.library import kernels
+from torchcram.native.library import kernels, level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,7 +171,9 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _form_for(weight: Tensor) -> int:
-    return PAIRS if _sparsity(weight) >= _PAIRS_FROM else FOURS
+    # The sums of four rows fill the registers that AVX-512 alone has.
+    fours = level() == "avx512" and _sparsity(weight) < _PAIRS_FROM
+    return FOURS if fours else PAIRS
 
 
 def _sparsity(weight: Tensor) -> float:
