@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PAIRS, FOURS = 2, 3
 _ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
 _MOST = 2**31 - 1
-_PAIRS_FROM = 0.91  # sparsity: below it, rows share so many columns that fours pay
+_PAIRS_FROM = 0.88  # sparsity: below it, rows share so many columns that fours pay
 _BLOCK = 128  # columns whose panel of 64 tokens stays in L1, with room for what passes through
 
 

@@ -9,7 +9,6 @@ namespace {
 
 // The pairs among four rows, in the order of the kernel's steps.
 constexpr int kPairs[6][2] = {{0, 1}, {2, 3}, {0, 2}, {1, 3}, {0, 3}, {1, 2}};
-constexpr size_t kChoice = 16;  // rows of about as many columns to choose a partner from
 
 struct Row {
   int64_t row;
@@ -128,12 +127,14 @@ struct Four {
   }
 };
 
-// Moves rows with many columns in common together, by fours.
+// Moves rows with many columns in common together, by fours. A partner is one of the next rows: the
+// more there are to choose from, the more is shared, but the less alike are the counts.
 void match(std::vector<Row>& rows) {
+  const size_t choice = rows.size() / 24;
   for (size_t at = 0; at < rows.size(); ++at) {
     int most = -1;
     size_t best = at;
-    for (size_t i = at; at % 4 && i < std::min(at + kChoice, rows.size()); ++i) {
+    for (size_t i = at; at % 4 && i < std::min(at + choice, rows.size()); ++i) {
       int count = 0;
       for (size_t j = at / 4 * 4; j < at; ++j) count += rows[i].in_common(rows[j]);
       if (count > most) most = count, best = i;
