@@ -27,6 +27,7 @@ from torchcram import runtime
 from torchcram.experiments.models.cifar import ResNet18
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
+DENSE = ["MatMul", "Gemm"]  # what Linear layers are in ONNX
 Work = Callable[[], Tensor]
 
 
@@ -69,14 +70,18 @@ WORK: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-def onnx_runtime(model: nn.Module, x: Tensor, threads: int) -> Work:
-    """Returns a call of the model in ONNX Runtime."""
+def onnx_runtime(model: nn.Module, x: Tensor, threads: int, *, int8: bool = False) -> Work:
+    """Returns a call of the model in ONNX Runtime, where asked for with Linear layers in 8 bits."""
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(folder) / "model.onnx"
         torch.onnx.export(model, (x,), str(path), dynamo=True, verbose=False)
+        if int8:
+            from onnxruntime.quantization import QuantType, quantize_dynamic
+
+            quantize_dynamic(path, path, weight_type=QuantType.QInt8, op_types_to_quantize=DENSE)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -109,20 +114,35 @@ def others(model: nn.Module, x: Tensor, threads: int) -> dict[str, Work]:
     return work
 
 
-def measure(name: str, sparsities: Sequence[float], rounds: int, *, compile_too: bool) -> None:
+def error(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference, in parts of the largest output."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def measure(
+    name: str, sparsities: Sequence[float], rounds: int, *, compile_too: bool, int8: bool
+) -> None:
     """Prints one line per way to run a model."""
     torch.manual_seed(0)
     model, x = WORK[name]()
     model.eval().requires_grad_(False)
     work = others(model, x, torch.get_num_threads())
     errors = {}
+    if int8:
+        key = "ONNX Runtime, 8 bits"
+        work[key] = onnx_runtime(copy.deepcopy(model), x, torch.get_num_threads(), int8=True)
+        errors[key] = error(work[key](), model(x))
     for sparsity in sparsities:
         pruned = torchcram.compress(model, f"uniform:{sparsity}")
         fast = runtime.prepare(pruned, x)
         expected = pruned(x)
         key = f"torchcram {sparsity:.0%}"
-        errors[key] = float((fast(x) - expected).abs().max() / expected.abs().max())
+        errors[key] = error(fast(x), expected)
         work[key] = lambda fast=fast: fast(x)  # type: ignore[misc]
+        if int8:
+            small = runtime.prepare(pruned, x, int8=True)
+            errors[f"{key}, 8 bits"] = error(small(x), expected)
+            work[f"{key}, 8 bits"] = lambda small=small: small(x)  # type: ignore[misc]
         if compile_too:
             compiled = torch.compile(fast)
             work[f"{key}, compiled"] = lambda compiled=compiled: compiled(x)  # type: ignore[misc]
@@ -144,11 +164,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", action="store_true", help="also compile around the kernels")
+    parser.add_argument("--int8", action="store_true", help="also Linear layers in 8 bits")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(machine(torch.device("cpu")))
     for name in options.work:
-        measure(name, options.sparsity, options.rounds, compile_too=options.compile)
+        measure(
+            name,
+            options.sparsity,
+            options.rounds,
+            compile_too=options.compile,
+            int8=options.int8,
+        )
 
 
 if __name__ == "__main__":
