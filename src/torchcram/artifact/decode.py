@@ -11,7 +11,15 @@ from torchcram.artifact.bits import CHUNK, packed_size
 from torchcram.artifact.encoding import MASK, index_width
 from torchcram.artifact.form import Form
 from torchcram.artifact.integers import read_integers
-from torchcram.artifact.places import Values, count_kept, place_by_indices_, place_by_mask_
+from torchcram.artifact.places import (
+    Values,
+    count_kept,
+    mask_of_indices,
+    place_by_indices_,
+    place_by_mask_,
+    require_end,
+)
+from torchcram.native.expand import decode_
 
 
 def decode(parts: Mapping[str, Tensor], form: Form, out: Tensor | None = None) -> Tensor:
@@ -29,9 +37,9 @@ def decode(parts: Mapping[str, Tensor], form: Form, out: Tensor | None = None) -
     flat = _memory_of(out, form)
     if flat is None:
         flat = torch.empty(form.numel, dtype=form.computed_in)
-        tensor = _scaled(_fill_(flat, parts, form), parts, form)
+        tensor = _decoded(flat, parts, form)
         return tensor if out is None else out.copy_(tensor)
-    _scaled(_fill_(flat, parts, form), parts, form)
+    _decoded(flat, parts, form)
     assert out is not None  # noqa: S101
     return out
 
@@ -41,6 +49,46 @@ def _memory_of(out: Tensor | None, form: Form) -> Tensor | None:
     if out is None or out.device.type != "cpu" or not out.dtype == form.dtype == form.computed_in:
         return None
     return out.view(-1) if form.in_order and out.is_contiguous() else None
+
+
+def _decoded(flat: Tensor, parts: Mapping[str, Tensor], form: Form) -> Tensor:
+    """Fills memory with the values; returns them as the tensor they are."""
+    if not _fill_at_once_(flat, parts, form):
+        return _scaled(_fill_(flat, parts, form), parts, form)
+    tensor = form.from_rows(flat) if form.encoding.by_rows else flat.view(form.shape)
+    return tensor.to(form.dtype)
+
+
+def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], form: Form) -> bool:
+    """Puts the stored values to their places, times their scales, by compiled code.
+
+    Returns:
+        False, with nothing done, where there is none or it is not for such a tensor.
+    """
+    encoding = form.encoding
+    bits, scales = encoding.bits or 0, parts.get("scales")
+    values = parts["integers" if bits else "values"].view(-1)
+    apart = bits and form.transposed is not None and not encoding.by_rows  # outputs are not rows
+    if apart or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
+        return False
+    stored = _count_stored(parts, form) if bits else len(values)
+    if bits:
+        _require("integers", values, torch.uint8, packed_size(stored, bits))
+    mask = parts.get("mask")
+    if mask is not None:
+        require_end(mask, form.numel)
+    elif encoding.places is not None:
+        mask = mask_of_indices(parts["indices"], pattern=encoding.pattern)
+        if mask is None:
+            return False
+    used = decode_(flat, mask, values, stored=stored, bits=bits, scales=scales)
+    if used is None:
+        return False
+    if used < 0:
+        raise ValueError(f"it has only {stored} values for its places")
+    if used != stored:
+        raise ValueError(f"it has {stored} values for {used} places")
+    return True
 
 
 def _fill_(flat: Tensor, parts: Mapping[str, Tensor], form: Form) -> Tensor:

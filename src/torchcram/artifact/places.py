@@ -14,7 +14,7 @@ from torch import Tensor
 from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
 from torchcram.artifact.encoding import index_width
 from torchcram.artifact.integers import as_integers
-from torchcram.native.expand import expand_
+from torchcram.native.expand import count_ones, expand_, rows_of_table
 
 Array = npt.NDArray[np.bool_]
 
@@ -30,10 +30,16 @@ def count_kept(bits: Tensor, numel: int) -> int:
     Raises:
         ValueError: if it keeps something after its end.
     """
+    require_end(bits, numel)
+    count = count_ones(bits, numel)
+    return int(_ONES.index_select(0, bits.int()).sum()) if count is None else count
+
+
+def require_end(bits: Tensor, numel: int) -> None:
+    """Raises ValueError if a mask keeps something after its end."""
     spare = 8 * len(bits) - numel
     if spare and int(bits[-1]) >> (8 - spare):
         raise ValueError("its mask goes on after its end")
-    return int(_ONES.index_select(0, bits.int()).sum())
 
 
 _ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
@@ -130,6 +136,15 @@ def place_by_indices_(
             raise ValueError(f"a place is not in its group of {group}")
         _put(into, places.long().add_(starts[: len(places)]).numpy(), values.read(some))
     return out
+
+
+def mask_of_indices(indices: Tensor, *, pattern: tuple[int, int]) -> Tensor | None:
+    """Returns the mask that packed indices stand for; None where that takes more than a table.
+
+    It may go on after the last group.
+    """
+    masks = _masks_of_indices(*pattern)
+    return None if masks is None else rows_of_table(masks, indices)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from torchcram.artifact.decode import decode, require_parts
 from torchcram.artifact.manifest import Entry, Manifest, digest
+from torchcram.native.checksum import checksum
 
 Result = TypeVar("Result")
 MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"
@@ -105,17 +105,17 @@ class Reader:
 
 def crc32(parts: Mapping[str, Tensor]) -> int:
     """Returns the CRC-32 of the bytes of all parts, in the order of their names."""
-    return functools.reduce(lambda seen, some: zlib.crc32(some, seen), _bytes_of(parts), 0)
+    return functools.reduce(lambda seen, some: checksum(some, seen), _bytes_of(parts), 0)
 
 
 def sha256(parts: Mapping[str, Tensor]) -> str:
     """Returns the SHA-256 of the same bytes."""
     seen = hashlib.sha256()
     for some in _bytes_of(parts):
-        seen.update(some)
+        seen.update(some.numpy().data)
     return seen.hexdigest()
 
 
-def _bytes_of(parts: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _bytes_of(parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
     for name in sorted(parts):
-        yield parts[name].contiguous().view(-1).view(torch.uint8).numpy().data
+        yield parts[name].contiguous().view(-1).view(torch.uint8)

@@ -19,6 +19,10 @@ _FUNCTIONS = {
     "use_openmp": (None, [_POINTER]),
     "check": (_INT, [_POINTER, _LONG]),
     "expand": (_LONG, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER]),
+    "crc32": (ctypes.c_uint32, [_POINTER, _LONG, ctypes.c_uint32]),
+    "count_ones": (_LONG, [_POINTER, _LONG]),
+    "look_up": (None, [_POINTER, _LONG, _POINTER, _LONG, _POINTER]),
+    "decode": (_LONG, [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _LONG, _POINTER]),
     "pack_linear": (_LONG, [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG]),
     "pack_images": (_LONG, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG]),
     "linear": (

@@ -1,4 +1,4 @@
-// Values back to the places that a bit mask keeps.
+// Stored values back to a tensor: to the places that a bit mask keeps, integers times their scales.
 #include <cstdint>
 #include <cstring>
 
@@ -57,6 +57,117 @@ int64_t expand_any(const uint8_t* mask, int64_t count, const uint32_t* values, i
   return expand(mask, 0, count, values, 0, stored, out);
 }
 
+constexpr int kAtOnce = 2048;  // places: what they need meanwhile stays in L1
+#define TORCHCRAM_INLINE inline __attribute__((always_inline))
+
+// Integers of `bits` bits in a row, lowest bit first. The lowest of them stands for -0.0.
+struct Integers {
+  const uint8_t* packed;
+  int64_t bytes;
+  int bits;
+  float number[256];
+
+  Integers(const void* packed, int64_t stored, int bits)
+      : packed(static_cast<const uint8_t*>(packed)), bytes((stored * bits + 7) / 8), bits(bits) {
+    const int sign = bits ? 1 << (bits - 1) : 0;
+    for (int code = 0; code < 2 * sign; ++code) number[code] = code < sign ? code : code - 2 * sign;
+    number[sign] = -0.0f;
+  }
+
+  // Those from the first, a multiple of 8, on; up to 7 more than asked for.
+  TORCHCRAM_INLINE void read(int64_t first, int64_t count, float* out) const {
+    if (bits == 8) {
+      for (int64_t i = 0; i < count; ++i) {
+        const int code = static_cast<int8_t>(packed[first + i]);
+        out[i] = code == -128 ? -0.0f : float(code);
+      }
+      return;
+    }
+    const uint8_t* at = packed + first / 8 * bits;
+    for (int64_t i = 0; i < count; i += 8, at += bits) {
+      uint64_t eight = 0;
+      const int64_t left = packed + bytes - at;
+      if (left >= 8)
+        memcpy(&eight, at, 8);
+      else
+        memcpy(&eight, at, left < bits ? left : bits);
+      for (int j = 0; j < 8; ++j) out[i + j] = number[eight >> (j * bits) & ((1 << bits) - 1)];
+    }
+  }
+};
+
+struct Stored {
+  const uint8_t* mask;  // null: every place has a value
+  int64_t count;        // places
+  const void* values;
+  int64_t stored;
+  int bits;             // of integers; 0 for floats
+  const float* scales;  // null: none
+  int64_t per_scale;    // places
+  float* out;
+};
+
+int64_t count_ones(const uint8_t* mask, int64_t places) {
+  int64_t count = 0, at = 0;
+  for (; at + 64 <= places; at += 64) {
+    uint64_t bits;
+    memcpy(&bits, mask + at / 8, 8);
+    count += __builtin_popcountll(bits);
+  }
+  for (; at < places; ++at) count += mask[at / 8] >> at % 8 & 1;
+  return count;
+}
+
+TORCHCRAM_INLINE void scale(const Stored& s, int64_t at, int64_t end) {
+  while (at < end) {
+    const int64_t row = at / s.per_scale, next = (row + 1) * s.per_scale;
+    const float factor = s.scales[row];
+    for (const int64_t stop = next < end ? next : end; at < stop; ++at) s.out[at] *= factor;
+  }
+}
+
+// Returns how many values were used, or -1 where there are too few.
+TORCHCRAM_INLINE int64_t decode(const Stored& s, bool wide) {
+  const Integers integers(s.values, s.stored, s.bits);
+  float some[kAtOnce + 32];
+  int64_t used = 0;
+  for (int64_t at = 0; at < s.count; at += kAtOnce) {
+    const int64_t here = s.count - at < kAtOnce ? s.count - at : kAtOnce;
+    const int64_t needed = s.mask ? count_ones(s.mask + at / 8, here) : here;
+    if (needed > s.stored - used) return -1;
+    const float* from = static_cast<const float*>(s.values) + used;
+    if (s.bits) {
+      const int64_t skipped = used % 8;
+      integers.read(used - skipped, needed + skipped, some);
+      from = some + skipped;
+    }
+    // beyond what is needed there is more to read, of which nothing is used
+    const int64_t there = s.bits ? needed + 16 : s.stored - used;
+    if (!s.mask) {
+      memcpy(s.out + at, from, here * sizeof(float));
+    } else {
+      const uint32_t* values = reinterpret_cast<const uint32_t*>(from);
+      uint32_t* out = reinterpret_cast<uint32_t*>(s.out + at);
+#if defined(__x86_64__)
+      if (wide)
+        expand_wide(s.mask + at / 8, here, values, there, out);
+      else
+#endif
+        expand(s.mask + at / 8, 0, here, values, 0, there, out);
+    }
+    if (s.scales) scale(s, at, at + here);
+    used += needed;
+  }
+  (void)wide;
+  return used;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512bw,popcnt"))) int64_t decode_wide(const Stored& s) {
+  return decode(s, true);
+}
+#endif
+
 }  // namespace
 
 // out[i] = the next value where bit i of the mask is set, zero elsewhere; values of 1, 2, 4 or 8
@@ -70,4 +181,36 @@ extern "C" __attribute__((visibility("default"))) int64_t torchcram_expand(
     case 8: return expand(mask, 0, count, static_cast<const uint64_t*>(values), 0, stored, static_cast<uint64_t*>(out));
   }
   return -1;
+}
+
+// The bits that are set among the first places of a mask.
+extern "C" __attribute__((visibility("default"))) int64_t torchcram_count_ones(const uint8_t* mask,
+                                                                               int64_t places) {
+  return count_ones(mask, places);
+}
+
+// out[i] = table[bytes[i]], rows of `wide` bytes.
+extern "C" __attribute__((visibility("default"))) void torchcram_look_up(const uint8_t* table,
+                                                                         int64_t wide,
+                                                                         const uint8_t* bytes,
+                                                                         int64_t count,
+                                                                         uint8_t* out) {
+  if (wide == 1)
+    for (int64_t i = 0; i < count; ++i) out[i] = table[bytes[i]];
+  else
+    for (int64_t i = 0; i < count; ++i) memcpy(out + i * wide, table + bytes[i] * wide, wide);
+}
+
+// Floats or integers to their places, times their scales. Returns how many values were used, or -1
+// where there are too few.
+extern "C" __attribute__((visibility("default"))) int64_t torchcram_decode(
+    const uint8_t* mask, int64_t count, const void* values, int64_t stored, int bits,
+    const float* scales, int64_t per_scale, float* out) {
+  const Stored s{mask, count, values, stored, bits, scales, per_scale, out};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
+    return decode_wide(s);
+#endif
+  return decode(s, false);
 }
