@@ -18,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 LIBRARY = HERE / "libtorchcram.so"
 
-_UNITS = ("api", "check", "checksum", "expand", "fours", "pack", "parallel")  # for every machine
+# for every machine alike
+_UNITS = ("api", "check", "checksum", "decode", "expand", "fours", "pack", "parallel")
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
 _LEVELS = {
