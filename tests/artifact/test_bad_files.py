@@ -228,11 +228,40 @@ def test_what_does_not_come_back_as_it_was_is_not_written(tmp_path, monkeypatch)
         ({"mask.weight:mask": torch.full((16,), 255, dtype=torch.uint8)}, "only 13 values"),
         ({"mask.weight:mask": torch.zeros(16, dtype=torch.uint8)}, "13 values for 0 places"),
         ({"int.weight:scales": torch.ones(2, 4)[:, :3].contiguous()}, "its scales are 6"),
+        ({"int.weight:scales": torch.ones(1, 8)}, r"its scales have the shape \(1, 8\)"),
+        ({"int.weight:scales": torch.ones(2, 4)}, r"its scales have the shape \(2, 4\)"),
+        ({"mask.weight:mask": torch.zeros(16, 1, dtype=torch.uint8)}, "its mask have the shape"),
     ],
 )
 def test_made_up_parts_are_refused(whole, path, part, message):
     forge(path, whole, lambda _: None, part)
     with pytest.raises(ValueError, match=message):
+        artifact.load(path)
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("operator", ["nm:2:4", "nm:3:8"])
+def test_places_of_a_group_ascend(path, operator, library, monkeypatch):
+    if not library:
+        monkeypatch.setattr("torchcram.native.expand.find", lambda: None)
+    weight = torch.randn(4, 16)
+    parse_operator(operator).compress_({"weight": weight})
+    artifact.save(path, {"weight": weight}, operator=operator)
+    assert torch.equal(artifact.load(path)["weight"], weight)
+    whole = load_file(path)["weight:indices"]
+    for changed in (torch.zeros_like(whole), whole.flip(0).bitwise_not()):  # alike, descending
+        forge(path, path, lambda _: None, {"weight:indices": changed})
+        with pytest.raises(ValueError, match="'weight': it cannot be decoded"):
+            artifact.load(path)
+
+
+def test_a_part_without_dimensions_is_refused(path):
+    weight = torch.tensor([[1.0, -1.0]])
+    artifact.save(path, {"weight": weight}, operator="int8")
+    scales = {name: value for name, value in load_file(path).items() if "scales" in name}
+    assert scales, "stored in another way"
+    forge(path, path, lambda _: None, {name: value.squeeze() for name, value in scales.items()})
+    with pytest.raises(ValueError, match=r"its scales have the shape \(\), not one dimension"):
         artifact.load(path)
 
 

@@ -57,6 +57,8 @@ def test_what_learns_from_the_dense_model_has_a_name_of_its_own():
         CIFAR, "global:0.9", overrides=["train.distillation={}", "name=cifar10/resnet20/mine"]
     )
     assert named.name == "cifar10/resnet20/mine"
+    called = finetune_recipe(CIFAR, "global:0.9", overrides=["train.distillation={}", "title=Mine"])
+    assert (called.name, called.title) == (found.name, "Mine")
 
 
 def test_transfer_is_the_other_recipe_for_this_model():

@@ -356,6 +356,12 @@ def test_a_model_fine_tuned_at_several_targets_is_one_curve():
     assert [one["x"] for one in page.charts[0]["series"][1]["points"]] == [0, 50, 90]
     assert any("called fine-tuned or distilled" in word for word in page.words)
     assert "cifar/net/sgd-finetune-global-0.5, 1 seed, 20 epochs, 2.5 min" in page.words
+    title = {"title": "Mine"}
+    others = [
+        result(f"{one}-finetune-global-0.5", [seed(0, 0.9, {"global:0.5": 0.8})], **title)
+        for one in ("a", "b", "a-finetune-distilled")
+    ]
+    assert len(Page(runs_page(others)).charts[0]["series"]) == 3
     again = tuned("global:0.5", 0.87, cram=None)  # other settings at the same target: on its own
     names = [one["name"] for one in Page(runs_page([*some, again])).charts[0]["series"]]
     assert names[0] == "SGD, fine-tuned"

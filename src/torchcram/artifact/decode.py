@@ -41,6 +41,8 @@ def decode(parts: Mapping[str, Tensor], form: Form, out: Tensor | None = None) -
         return tensor if out is None else out.copy_(tensor)
     _decoded(flat, parts, form)
     assert out is not None  # noqa: S101
+    if not out.is_inference():  # compiled code writes unseen; autograd is to know of it
+        torch.autograd.graph.increment_version(out)
     return out
 
 
@@ -68,6 +70,8 @@ def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], form: Form) -> boo
     encoding = form.encoding
     bits, scales = encoding.bits or 0, parts.get("scales")
     values = parts["integers" if bits else "values"].view(-1)
+    if not form.numel:
+        return False
     apart = bits and form.transposed is not None and not encoding.by_rows  # outputs are not rows
     if apart or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
         return False
@@ -176,3 +180,5 @@ def _require(name: str, part: Tensor, dtype: torch.dtype, size: int | None) -> N
     if part.dtype != dtype or (size is not None and part.numel() != size):
         wanted = "any" if size is None else size
         raise ValueError(f"its {name} are {part.numel()} of {part.dtype}, not {wanted} of {dtype}")
+    if name != "values" and part.dim() != 1:
+        raise ValueError(f"its {name} have the shape {tuple(part.shape)}, not one dimension")

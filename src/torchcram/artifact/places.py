@@ -134,6 +134,8 @@ def place_by_indices_(
         places = unpack_some(indices, width, some.start, count=some.stop - some.start)
         if group < 1 << width and int(places.max()) >= group:
             raise ValueError(f"a place is not in its group of {group}")
+        if not bool((places.view(-1, keep).int().diff(dim=1) > 0).all()):
+            raise ValueError("the places of a group do not ascend")
         _put(into, places.long().add_(starts[: len(places)]).numpy(), values.read(some))
     return out
 
@@ -162,6 +164,8 @@ def _masks_of_indices(keep: int, group: int) -> Tensor | None:
     starts = torch.arange(groups).mul(group).repeat_interleave(keep)
     kept = torch.zeros(256, groups * group, dtype=torch.uint8)
     kept.scatter_(1, places.view(256, -1) + starts, 1)
+    ascending = (places.view(256, groups, keep).int().diff(dim=2) > 0).all(2)
+    kept.view(256, groups, group).mul_(ascending.unsqueeze(2))  # too few for the values
     return pack(kept.flatten(), 1).view(256, -1)
 
 

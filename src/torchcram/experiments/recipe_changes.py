@@ -77,7 +77,7 @@ def finetune_recipe(
     if given.train.distillation is None or given.name != shorter.name:
         return given
     name, title = f"{recipe.name}{DISTILLED}{as_name(at)}", f"{recipe.title}, distilled at {at}"
-    return replace(given, name=name, title=title)
+    return replace(given, name=name, title=title if given.title == shorter.title else given.title)
 
 
 def transfer_recipe(

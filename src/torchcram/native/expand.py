@@ -88,14 +88,15 @@ def decode_(
     if library is None:
         return None
     kind = torch.uint8 if bits else torch.float32
+    flat = all(one is None or one.dim() == 1 for one in (out, mask, values, scales))
+    if not flat or not out.is_contiguous() or not 0 <= bits <= 8 or bits == 1:
+        raise ValueError("mask, values, scales and output do not belong together")
     enough = 8 * values.numel() * values.itemsize >= stored * (bits or 32)
     enough = enough and (mask is None or (mask.dtype == torch.uint8 and 8 * len(mask) >= len(out)))
     scaled = scales is None or (
         scales.dtype == torch.float32 and len(scales) > 0 and len(out) % len(scales) == 0
     )
     if not (enough and scaled and values.dtype == kind and out.dtype == torch.float32):
-        raise ValueError("mask, values, scales and output do not belong together")
-    if not out.is_contiguous() or not 0 <= bits <= 8 or bits == 1:
         raise ValueError("mask, values, scales and output do not belong together")
     values = values.contiguous()
     mask = None if mask is None else mask.contiguous()

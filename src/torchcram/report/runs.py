@@ -95,9 +95,10 @@ class Group:
         """The runs of charts and tables: a model that was fine-tuned at several targets is one."""
         found: dict[object, Run] = {}
         for run in self.runs:
-            label = run.result.title.rpartition(" at ")[0]
-            key = label if FINETUNE in run.result.method else id(run)
+            base, tuned, at = run.result.method.partition(FINETUNE)
+            key = (base, at.startswith("distilled-")) if tuned else id(run)
             if key in found and not found[key].rows.keys() & run.rows.keys():
+                label = run.result.title.rpartition(" at ")[0] or found[key].label
                 rows = {**found[key].rows, **run.rows}
                 found[key] = replace(found[key], label=label, rows=rows)
             else:

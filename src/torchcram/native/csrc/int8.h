@@ -156,7 +156,8 @@ void linear_int8(const void* what, int64_t task) {
   if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
   const int64_t middle = packed.header->rows;
   activate(rows.sums, middle * kPanel, job.activation);
-  float* next_panel = scratch(2, (middle + 3) / 4 * kPanel);
+  // and room for whatever its columns may point to
+  float* next_panel = scratch(2, (middle + 3) / 4 * kPanel + 65536 / 4);
   round_rows(rows.sums, middle, next_panel, scales);
   const Rows next(*job.then, 0, 1, 4);
   for (int64_t block = 0; block < job.then->blocks(); ++block)

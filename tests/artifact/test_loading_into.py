@@ -1,0 +1,39 @@
+"""What notices that a file was loaded into a model."""
+
+import pytest
+import torch
+from native_library import needs_kernels
+from torch import nn
+
+from torchcram import artifact
+from torchcram.runtime.modules import SparseLinear
+from torchcram.runtime.packing import check_packed
+
+
+@pytest.mark.parametrize("operator", [None, "global:0.5", "int8", "nm:2:4"])
+def test_autograd_knows_that_weights_have_changed(tmp_path, operator):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    artifact.save(tmp_path / "file", model, operator=operator)
+    found = model(torch.randn(2, 8)).sum()
+    artifact.load(tmp_path / "file", model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+@needs_kernels
+def test_a_packed_matrix_out_of_a_file_is_checked(tmp_path):
+    weight = torch.randn(32, 64) * (torch.rand(32, 64) < 0.3)
+    model, x = nn.Sequential(SparseLinear(weight, None)), torch.randn(3, 64)
+    artifact.save(tmp_path / "good", model)
+    bad = model[0].packed.clone()
+    columns = slice(*bad[:80].view(torch.int64)[8:10].tolist())
+    bad[columns].view(torch.int16)[2:6] = -1  # rows that are not there
+    with pytest.raises(ValueError, match="no packed sparse matrix"):
+        check_packed(bad)
+    artifact.save(tmp_path / "bad", {"0.packed": bad})
+    expected = model(x)
+    with pytest.raises((ValueError, RuntimeError), match="no packed sparse matrix"):
+        artifact.load(tmp_path / "bad", model)
+    assert torch.equal(model(x), expected)
+    model[0].packed.zero_()
+    assert torch.equal(artifact.load(tmp_path / "good", model)(x), expected)
