@@ -93,6 +93,16 @@ def test_what_cannot_be_run_stays_dense(measured):
     assert measured
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), KeyError("it does not compile")])
+def test_whatever_a_kernel_raises_it_has_no_time(error):
+    class Failing(nn.Module):
+        def forward(self, _):
+            raise error
+
+    layer, _ = layer_and_integers()
+    assert gpu_choice._milliseconds(Failing, layer, 4) is None
+
+
 def test_what_does_not_fit_is_never_measured(measured):
     _, asked = measured
     layer = nn.Linear(64, 32).bfloat16()
