@@ -11,6 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
+from torchcram.native.expand import rows_of_table
+
 CHUNK = 1 << 17  # numbers at a time: what they need meanwhile stays in the cache
 
 
@@ -64,6 +66,9 @@ def unpack_some(packed: Tensor, width: int, start: int, *, count: int) -> Tensor
 
 def look_up(table: Tensor, packed: Tensor) -> Tensor:
     """Returns the rows of a table that bytes choose, flat: (256, n) in, (bytes * n,) out."""
+    rows = rows_of_table(table, packed)
+    if rows is not None:
+        return rows.view(table.dtype)
     whole = _WHOLE.get(table.shape[1] * table.itemsize)
     if whole is None:
         return table.index_select(0, packed.int()).flatten()

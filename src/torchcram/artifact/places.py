@@ -14,7 +14,7 @@ from torch import Tensor
 from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
 from torchcram.artifact.encoding import index_width
 from torchcram.artifact.integers import as_integers
-from torchcram.native.expand import count_ones, expand_, rows_of_table
+from torchcram.native.expand import count_ones, expand_
 
 Array = npt.NDArray[np.bool_]
 
@@ -146,7 +146,7 @@ def mask_of_indices(indices: Tensor, *, pattern: tuple[int, int]) -> Tensor | No
     It may go on after the last group.
     """
     masks = _masks_of_indices(*pattern)
-    return None if masks is None else rows_of_table(masks, indices)
+    return None if masks is None else look_up(masks, indices)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchcram.experiments.differences import flat
-from torchcram.experiments.recipe_changes import FINETUNE
+from torchcram.experiments.recipe_changes import DISTILLED, FINETUNE
 from torchcram.experiments.results import Result
 from torchcram.report import summary
 from torchcram.report.summary import Spread, TargetSummary
@@ -95,8 +95,9 @@ class Group:
         """The runs of charts and tables: a model that was fine-tuned at several targets is one."""
         found: dict[object, Run] = {}
         for run in self.runs:
-            base, tuned, at = run.result.method.partition(FINETUNE)
-            key = (base, at.startswith("distilled-")) if tuned else id(run)
+            method = run.result.method
+            base, tuned, _ = method.partition(FINETUNE)
+            key = (base, DISTILLED in method) if tuned else id(run)
             if key in found and not found[key].rows.keys() & run.rows.keys():
                 label = run.result.title.rpartition(" at ")[0] or found[key].label
                 rows = {**found[key].rows, **run.rows}
