@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram import NM, GlobalTopK, Quantize, UniformTopK
+from torchcram.layers import Layout
 from torchcram.sharded import Part, block_maxima, complete_blocks, is_sharded, local, part_of
 from torchcram.weights import LayerWeights
 
@@ -105,11 +106,12 @@ def test_cut_inputs_are_compressed_as_the_whole(operator, groups, inputs, size, 
     warnings.simplefilter("ignore")
     whole = torch.randn(groups * inputs, 2, 2, 2)
     whole = (whole * 2).round() if tied else whole
-    alone = LayerWeights({"w": whole.clone()}, {"w": groups})
+    layouts = {"w": Layout(transposed=True, groups=groups)}
+    alone = LayerWeights({"w": whole.clone()}, layouts)
     mask = operator.compress_(alone)
 
     def compressed(rows, part):
-        weights = LayerWeights({"w": rows}, {"w": groups}, {"w": part})
+        weights = LayerWeights({"w": rows}, layouts, {"w": part})
         masks = operator.compress_(weights)
         return rows, torch.ones_like(rows) if masks is None else masks["w"]
 

@@ -16,7 +16,14 @@ from torchcram.operators import (
 )
 from torchcram.optim import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, CrAM, UpdateRule
 from torchcram.version import __version__
-from torchcram.weights import Masks, Weights, compressible_weights, masks_of, sparsity
+from torchcram.weights import (
+    CoverageWarning,
+    Masks,
+    Weights,
+    compressible_weights,
+    masks_of,
+    sparsity,
+)
 
 __all__ = [
     "CRAM",
@@ -27,6 +34,7 @@ __all__ = [
     "TOPK",
     "TOPK_PLUS",
     "Chain",
+    "CoverageWarning",
     "CrAM",
     "GlobalTopK",
     "Masks",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.coverage import treat_alike
 from torchcram.operators import Operator, as_operator
 from torchcram.sharded import fsdp_modules
 from torchcram.weights import weights_in
@@ -47,6 +48,7 @@ def compress(
         raise ValueError("a model sharded by FSDP cannot be copied: compress_() it in place")
     names = weights_in(model, weights).keys()
     twin = copy.deepcopy(model)
+    treat_alike(model, twin)
     parameters = dict(twin.named_parameters())
     compress_(twin, operator, weights={name: parameters[name] for name in names})
     return twin

@@ -20,7 +20,7 @@ from torchcram import (
 )
 from torchcram.artifact import places
 from torchcram.artifact.integers import same_bits
-from torchcram.layers import LayerWeights
+from torchcram.layers import LayerWeights, Layout
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 MORE = [
@@ -92,11 +92,11 @@ def tensors(draw):
 @given(tensors(), st.sampled_from([*OPERATORS, *MORE, None]), st.sampled_from(FLOATS), st.data())
 def test_odd_tensors(path, tensor, operator, dtype, data):
     tensor = tensor.to(dtype)
-    transposed = {}
+    layouts = {}
     if tensor.dim() > 2 and tensor.numel() and data.draw(st.booleans()):
-        transposed["weight"] = 2 if len(tensor) % 2 == 0 else 1
+        layouts["weight"] = Layout(transposed=True, groups=2 if len(tensor) % 2 == 0 else 1)
     if operator is not None and tensor.dim() > 1 and tensor.numel():
-        operator.compress_(LayerWeights({"weight": tensor}, transposed))
+        operator.compress_(LayerWeights({"weight": tensor}, layouts))
     round_trip(path, {"weight": tensor}, operator=operator)
 
 

@@ -584,3 +584,59 @@ def test_masks_of_a_merged_model_are_its_zeros():
     merged = merge_sparse(adapted(), GlobalTopK(0.5))
     kept = sum(int(m.sum()) for m in masks_of(compressible_weights(merged)).values())
     assert kept == (8 * 16 + 16 * 4) // 2
+
+
+class Conv1DNet(nn.Module):
+    """The projections of GPT-2, with their inputs before their outputs."""
+
+    def __init__(self):
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.up, self.down = Conv1D(16, 8), Conv1D(4, 16)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def conv1d_net():
+    return adapted(Conv1DNet(), targets=("up", "down"), fan_in_fan_out=True)
+
+
+@pytest.mark.parametrize("operator", ["global:0.5", "nm:2:4", "int4"])
+def test_conv1d_of_transformers_is_compressed_once_merged(operator):
+    model, batch = conv1d_net(), batch_of()
+    expected = merge_sparse(copy.deepcopy(model), operator)(batch[0])
+    optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), operator, rho=0.0)
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    with optimizer.compressed():
+        assert torch.equal(model(batch[0]), expected)
+        cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+def test_held_masks_in_conv1d_of_transformers():
+    torch.manual_seed(0)
+    net = Conv1DNet()
+    masks = compress_(net, "nm:2:4")
+    assert masks["up.weight"].unflatten(0, (-1, 4)).sum(1).eq(2).all()
+    model = adapted(net, targets=("up", "down"), fan_in_fan_out=True).eval()
+    with hold_lora_masks(model, masks):
+        x = batch_of()[0]
+        merged = merge_sparse(copy.deepcopy(model), masks)
+        torch.testing.assert_close(model(x), merged(x), rtol=1e-5, atol=1e-5)
+        assert zeros_stay(merged, masks)
+
+
+def test_adapters_of_attention_are_refused_and_can_be_left_out():
+    net = nn.ModuleDict({"att": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 4)})
+    model = adapted(net, targets=("att", "fc"))
+    with pytest.raises(
+        ValueError, match=r"model.att' adapts weights of a MultiheadAttention.*leave out .*in_proj"
+    ):
+        LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5")
+    weights = compressible_weights(model, only=r"fc\.base_layer")
+    LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5", weights=weights)
+    merged = merge_sparse(model, "uniform:0.5")
+    assert [float(part.eq(0).float().mean()) for part in merged.att.in_proj_weight.chunk(3)] == [
+        0.5
+    ] * 3

@@ -14,7 +14,8 @@ from torchcram.artifact.encoding import MASK, Encoding
 from torchcram.artifact.form import Form, by_rows
 from torchcram.artifact.integers import as_integers, find_integers, same_bits
 from torchcram.artifact.places import most_kept
-from torchcram.operators import NM, Chain, Operator, Quantize
+from torchcram.layers import PLAIN, Layout
+from torchcram.operators import NM, Operator, Quantize
 
 GROUPS = (4, 8, 16)  # of N:M patterns that are looked for
 SIZES = (None, 128, 64, 32)  # inputs that may share a scale
@@ -37,7 +38,7 @@ class Hints:
     def of(cls, operator: Operator | None) -> Hints:
         """Reads them off an operator; None and operators of other kinds tell nothing."""
         groups, sizes = [], []
-        for part in _parts(operator):
+        for part in () if operator is None else operator.parts:
             if isinstance(part, NM):
                 groups.append(part.group)
             elif isinstance(part, Quantize):
@@ -45,18 +46,12 @@ class Hints:
         return cls(tuple(dict.fromkeys((*groups, *GROUPS))), tuple(dict.fromkeys((*sizes, *SIZES))))
 
 
-def _parts(operator: Operator | None) -> list[Operator]:
-    if isinstance(operator, Chain):
-        return [*_parts(operator.first), *_parts(operator.then)]
-    return [] if operator is None else [operator]
-
-
 def store(
     tensor: Tensor,
     hints: Hints,
     *,
     values: torch.dtype | None = None,
-    transposed: int | None = None,
+    used_as: Layout = PLAIN,
 ) -> tuple[Form, dict[str, Tensor]]:
     """Stores a compressed weight in as few bytes as give it back bit for bit.
 
@@ -64,7 +59,7 @@ def store(
         tensor: of floating point, at least two dimensions, contiguous and on the CPU.
         hints: what to look for.
         values: round values to this type, unless they are integers with a scale anyway.
-        transposed: the groups, where it is the weight of a transposed convolution.
+        used_as: How its layer uses it.
 
     Returns:
         What it is stored as, and the parts that are stored.
@@ -72,13 +67,13 @@ def store(
     Raises:
         ValueError: if values do not fit into the type they are to be rounded to.
     """
-    rows = by_rows(tensor, transposed).contiguous()
+    rows = by_rows(tensor, used_as).contiguous()
     quantized = find_integers(rows, list(hints.sizes))
     if quantized is not None or (values and values.itemsize >= tensor.dtype.itemsize):
         values = None
     if values is not None:
         tensor = _rounded(tensor, values)
-        rows = by_rows(tensor, transposed)
+        rows = by_rows(tensor, used_as)
     encoding, size = _smallest(rows, hints, Encoding(values=values))
     if quantized is not None:
         plain = Encoding(bits=quantized.bits, group_size=quantized.group_size)
@@ -86,9 +81,13 @@ def store(
         smaller += quantized.scales.numel() * quantized.scales.itemsize
         encoding = integers if smaller < size else encoding
     if not encoding.by_rows and encoding.bits is None:
-        transposed = None
+        used_as = PLAIN
     form = Form(
-        dtype=tensor.dtype, shape=tuple(tensor.shape), encoding=encoding, transposed=transposed
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        encoding=encoding,
+        transposed=used_as.groups if used_as.transposed else None,
+        stacked=used_as.stacked,
     )
     parts = encode(tensor, form, quantized)
     if not bool(same_bits(decode(parts, form), tensor).all()):

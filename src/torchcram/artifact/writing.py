@@ -19,10 +19,11 @@ from torchcram.artifact.manifest import digest as digest_of
 from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
 from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.files import let_read, written_aside
+from torchcram.layers import PLAIN, Layout, layout_of
 from torchcram.operators import Operator, Quantize, as_operator
 from torchcram.sharded import is_sharded
 from torchcram.version import __version__
-from torchcram.weights import compressible_weights
+from torchcram.weights import layer_weights
 
 if TYPE_CHECKING:
     from typing import Any
@@ -66,7 +67,7 @@ def save(
     if values is not None and values not in VALUES:
         raise ValueError(f"values={values}: allowed are {', '.join(map(str, VALUES))} and None")
     tensors, tied = _untied(model.state_dict() if isinstance(model, nn.Module) else model)
-    groups = _transposed(model, tensors)
+    layouts = _layouts(model, tensors)
     tables = find_tables(model, tensors)
     if embeddings is not None:
         tables = round_tables(tables, embeddings)
@@ -78,10 +79,10 @@ def save(
         value = tables.get(name, tensor).detach().cpu().contiguous()
         form = Form(dtype=value.dtype, shape=tuple(value.shape), encoding=Encoding())
         stored = {"values": value}
-        if name in groups or name in tables:
+        if name in layouts or name in tables:
             kept, known = (None, rounding) if name in tables else (values, hints)
             try:
-                form, stored = store(value, known, values=kept, transposed=groups.get(name))
+                form, stored = store(value, known, values=kept, used_as=layouts.get(name, PLAIN))
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
         entries[name] = Entry(**vars(form), crc32=crc32(stored), sha256=sha256(stored))
@@ -135,21 +136,18 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     return tensors, tied
 
 
-def _transposed(
+def _layouts(
     model: nn.Module | Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> dict[str, int | None]:
-    """Returns what is compressible, with the groups of transposed convolutions."""
+) -> dict[str, Layout]:
+    """Returns what is compressible, and how layers use it."""
     if not isinstance(model, nn.Module):
         return {
-            name: None
+            name: PLAIN
             for name, value in tensors.items()
             if value.dtype.is_floating_point and value.dtype.itemsize > 1 and value.dim() > 1
         }
-    try:
-        weights = compressible_weights(model)
-    except ValueError:  # there is none
-        return {}
-    return {name: weights.transposed.get(name) for name in weights if name in tensors}
+    weights = layer_weights(model)
+    return {name: layout_of(weights, name) for name in weights if name in tensors}
 
 
 def _write(path: Path, parts: dict[str, Tensor], manifest: Manifest) -> None:

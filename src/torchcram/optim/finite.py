@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from torchcram.messages import list_names
 from torchcram.optim.gradients import Gradients, norm
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def raise_not_finite(gradients: Gradients, model: nn.Module, spread: Spread) -> 
     bad = {id(p) for (p, _), good in zip(gradients, finite, strict=True) if not good}
     named = dict(model.named_parameters())
     flags = spread.any_of(torch.tensor([id(p) in bad for p in named.values()]))
-    names = ", ".join(name for name, flag in zip(named, flags, strict=True) if flag)
+    names = list_names(name for name, flag in zip(named, flags, strict=True) if flag)
     raise FloatingPointError(f"NaN or infinite gradient, no step taken; in: {names}")
 
 

@@ -17,16 +17,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 
-from torchcram.weights import LayerWeights, compressible_weights, zero_unmasked_
+from torchcram.layers import some_of
+from torchcram.layouts import is_conv1d
+from torchcram.messages import list_names
+from torchcram.weights import compressible_weights, zero_unmasked_
 
 if TYPE_CHECKING:
-    from torchcram.weights import Weights
+    from torchcram.weights import LayerWeights, Weights
 
 
 def merged_weights(model: nn.Module) -> LayerWeights:
     """Returns the weights that are compressible once the adapters are merged.
 
-    Those are the weights of all convolution and Linear layers, with and without an adapter, and of
+    Those are the weights of all layers that can be compressed, with and without an adapter, and of
     `modules_to_save` the copies that are trained; A and B themselves are not among them.
     """
     apart = {
@@ -37,10 +40,10 @@ def merged_weights(model: nn.Module) -> LayerWeights:
         for parameter in part.parameters()
     }
     found = compressible_weights(model)
-    chosen = {name: weight for name, weight in found.items() if id(weight) not in apart}
+    chosen = [name for name, weight in found.items() if id(weight) not in apart]
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no compressible weights beside its adapters")
-    return LayerWeights(chosen, {n: g for n, g in found.transposed.items() if n in chosen})
+    return some_of(found, chosen)
 
 
 def adapted_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
@@ -62,8 +65,14 @@ def lora_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
     for where, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        weight = getattr(layer.get_base_layer(), "weight", None)
+        base = layer.get_base_layer()
+        weight = getattr(base, "weight", None)
         if id(weight) not in names:
+            if others := [name for name in weights if name.startswith(f"{where}.base_layer.")]:
+                raise ValueError(
+                    f"{where!r} adapts weights of a {type(base).__name__}; allowed is LoRA on "
+                    f"layers with one weight: leave out {list_names(others)} by weights="
+                )
             continue
         _check_plain(where, layer)
         layers[names[id(weight)]] = layer
@@ -176,6 +185,8 @@ class HeldMask(LoraVariant):  # type: ignore[misc,unused-ignore]
         if isinstance(base, _ConvNd):
             convolve: Callable[..., Tensor] = getattr(base, "_conv_forward")  # noqa: B009
             return result + convolve(x, product, None)
+        if is_conv1d(base):
+            return result + x @ product
         return result + linear(x, product)
 
     def merge_safe(  # type: ignore[override,unused-ignore]

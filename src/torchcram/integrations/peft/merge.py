@@ -17,6 +17,7 @@ from torchcram.integrations.peft.layers import (
     merged_weights,
     taken_for_merged,
 )
+from torchcram.messages import list_names
 from torchcram.weights import apply_masks_, compressible_weights
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _masks_for(weights: Weights, masks: Masks) -> dict[str, Tensor]:
     for given, mask in masks.items():
         name = names.get(_plain(given))
         if name is None:
-            raise ValueError(f"there is a mask for {given!r}, but only weights {', '.join(names)}")
+            raise ValueError(f"there is a mask for {given!r}, but only weights {list_names(names)}")
         if mask.shape != weights[name].shape or mask.dtype != torch.bool:
             raise ValueError(
                 f"the mask of {given!r} is {mask.dtype} of shape {tuple(mask.shape)}; "

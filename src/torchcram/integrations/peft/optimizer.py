@@ -43,9 +43,9 @@ class LoraCrAM(CrAM):
 
     def _choose(self, weights: Weights | None) -> LayerWeights:
         refuse_unused_parameters(self, self.model)
-        chosen = super()._choose(merged_weights(self.model) if weights is None else weights)
+        chosen = merged_weights(self.model) if weights is None else weights
         self._layers = adapted_layers(self.model, chosen)
-        return chosen
+        return super()._choose(chosen)
 
     def _compress_(self) -> Masks | None:
         merge_(self._layers, self.weights)
