@@ -88,7 +88,7 @@ class SequenceNet(nn.Module):
 
     def forward(self, x):
         x, _ = self.rnn(x.mean(3).mT)
-        x = self.conv(self.attention(x, x, x, need_weights=False)[0])
+        x = self.conv(self.attention(x, x, x, need_weights=False)[0].contiguous())
         x = x + self.experts(x)
         return self.fc((x + self.turned["experts"](x)).mean(1))
 
