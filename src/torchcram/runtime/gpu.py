@@ -76,6 +76,11 @@ def prepare_gpu(
         choices.append(choice)
         if faster is not None:
             twin = _exchanged(twin, path, faster)
+    for name in chosen:
+        if name in owners.values():
+            continue
+        layer = model.get_submodule(name.rpartition(".")[0])  # attention, say, or an LSTM
+        choices.append(LayerChoice(name, "dense", None, str(why_left(name, layer, counts))))
     return Prepared(twin, tuple(choices))
 
 

@@ -128,6 +128,9 @@ def _export(
         with warnings.catch_warnings():
             # inputs have the same batch, or tokens, and are told so
             warnings.filterwarnings("ignore", "# The axis name: .* will not be used")
+            # what the exporter does itself where there are recurrent layers
+            warnings.filterwarnings("ignore", "_check_is_size will be removed")
+            warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")
             program = torch.onnx.export(
                 model,
                 example,
