@@ -5,11 +5,22 @@ import inspect
 
 import pytest
 import torch
-from nets import Experts, SequenceNet, images
+from nets import (
+    OPERATORS,
+    RULES,
+    Experts,
+    SequenceNet,
+    closure_for,
+    images,
+    same,
+    snapshot,
+)
 from torch import nn
+from torch.optim import SGD, AdamW
 
 from torchcram import (
     NM,
+    CrAM,
     GlobalTopK,
     Quantize,
     RowTopK,
@@ -17,6 +28,8 @@ from torchcram import (
     compress,
     compress_,
     compressible_weights,
+    hold_masks,
+    masks_of,
     sparsity,
 )
 from torchcram.layers import Layout, count_inputs, reduction_last
@@ -233,6 +246,7 @@ def test_recurrent_layers_compute_with_what_was_compressed(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_on_a_gpu_compute_with_what_was_compressed(kind):
     model = kind(6, 8, num_layers=2, bidirectional=True).cuda()  # one buffer holds all weights
@@ -250,3 +264,45 @@ def test_a_net_of_all_kinds_computes_with_what_was_compressed():
         twin = compress(model, "uniform:0.9", weights={name: model.get_parameter(name)})
         assert sparsity({name: twin.get_parameter(name)}) == pytest.approx(0.9, abs=0.02)
         assert not torch.allclose(twin(x), model(x), atol=1e-5), name
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_step_without_learning_rate_moves_nothing(rule, operator):
+    model, batch = SequenceNet(), images()
+    before = snapshot(model)
+    optimizer = CrAM(model, SGD(model.parameters(), lr=0.0), operator, rule=rule, rho=0.3)
+    optimizer.step(closure_for(model, optimizer, batch))
+    assert same(snapshot(model), before)
+
+
+def test_training_goes_on_where_it_was_saved():
+    def trained(steps, state=None):
+        torch.manual_seed(0)
+        model = SequenceNet()
+        base = AdamW(model.parameters(), lr=0.01)
+        optimizer = CrAM(model, base, ["uniform:0.7", "nm:2:4", "int4"], mask_interval=3)
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        for batch in steps:
+            optimizer.step(closure_for(model, optimizer, batch))
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    batches = [images() for _ in range(8)]
+    whole = trained(batches)
+    in_two = trained(batches[5:], trained(batches[:5]))
+    assert same(whole[0], in_two[0])
+
+
+def test_masks_are_held():
+    model = SequenceNet()
+    weights = compressible_weights(model)
+    masks = compress_(model, "uniform:0.8")
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    hold_masks(optimizer, weights, masks)
+    for _ in range(3):
+        closure_for(model, optimizer, images())()
+        optimizer.step()
+    assert all(not weights[name][~mask].any() for name, mask in masks.items())
+    assert masks_of(weights).keys() == masks.keys()
