@@ -194,7 +194,7 @@ def test_a_block_without_backward():
 
 def test_an_early_failure_leaves_no_trace():
     model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
-    optimizer = make(model)
+    optimizer = make(model, allow_plain_steps=True)
     with pytest.raises(RuntimeError, match="no gradient at w"), optimizer.compressed():
         pass
     usual = closure_for(model, optimizer, batch)
