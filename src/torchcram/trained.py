@@ -6,12 +6,13 @@ compressed as well. Whoever compresses it is told so.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
+
+from torchcram.messages import list_names, warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,11 +60,10 @@ def warn_of_untrained(weights: Mapping[str, Tensor]) -> None:
     if not trainings or not untrained or trainings[0].warned:
         return
     trainings[0].warned = True
-    warnings.warn(
+    warn_caller(
         f"{len(untrained)} of the {len(weights)} weights to compress were left dense in training "
-        f"with CrAM: {', '.join(untrained)}. optimizer.compress(target), or compress(model, "
-        "target, weights=optimizer.weights), compresses what was trained for it",
-        stacklevel=3,
+        f"with CrAM: {list_names(untrained)}. optimizer.compress(target), or compress(model, "
+        "target, weights=optimizer.weights), compresses what was trained for it"
     )
 
 
@@ -72,14 +72,11 @@ def warn_of_other_weights(trained: Iterable[str], here: Iterable[str]) -> None:
     before, now = set(trained), set(here)
     if before != now:
         parts = [
-            f"{which}: {', '.join(sorted(names))}"
+            f"{which}: {list_names(sorted(names))}"
             for which, names in (("only before", before - now), ("only now", now - before))
             if names
         ]
-        warnings.warn(
-            f"the state is of a training that compressed other weights; {'; '.join(parts)}",
-            stacklevel=4,
-        )
+        warn_caller(f"the state is of a training that compressed other weights; {'; '.join(parts)}")
 
 
 def plain_name(model: nn.Module, name: str) -> str:

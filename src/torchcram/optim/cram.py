@@ -375,14 +375,13 @@ class CrAM(Wrapper):
 
     def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
         self._require_outside()
-        ours = state.get("cram")
-        load = None if ours is None else self._draws.read_state(ours, local_weights(self.weights))
+        names, here = self._weight_names(), local_weights(self.weights)
+        load = self._draws.read_state(state["cram"], here) if "cram" in state else None
 
         def continue_from_state() -> None:
-            if load is not None and ours is not None:
+            if load is not None:
                 load()
-                names = self._weight_names()
-                warn_of_other_weights(ours.get("weights", names), names)
+                warn_of_other_weights(state["cram"].get("weights", names), names)
             self._now.passes, self._now.ready = [], False
             self._guard.reset()
 

@@ -134,8 +134,8 @@ class Draws:
         """
         try:
             generator, uses, masks = _checked(state, weights)
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"not the state of a CrAM optimizer: {error!r}") from error
+        except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"the state is not one of this CrAM optimizer: {error}") from error
         known = {str(operator): operator for operator in self.operators}
 
         def load() -> None:
@@ -169,6 +169,8 @@ def _checked(
     weights: Weights,
 ) -> tuple[Tensor, dict[str, int], list[tuple[str, int, dict[str, Tensor]]]]:
     """Returns the parts of a state; raises any error if they are not what they should be."""
+    if not isinstance(state, dict):
+        raise TypeError(f"a dictionary is needed, not {type(state).__name__}")
     generator = state["generator"].cpu()
     torch.Generator().set_state(generator)
     uses = dict(state["uses"])
@@ -185,7 +187,7 @@ def _checked(
             if packed.dtype != torch.uint8:
                 raise TypeError(f"mask of {operator} for {name!r} in {packed.dtype}")
             if name not in weights or packed.shape != (-(-weights[name].numel() // 8),):
-                raise ValueError(f"the state has a mask of {operator} for {name!r}, unlike here")
+                raise ValueError(f"no weight here has the mask of {operator} for {name!r}")
     return generator, uses, masks
 
 
