@@ -15,9 +15,13 @@ from torchcram.integrations.peft.layers import (
     merged_weights,
     straight_through,
 )
+from torchcram.integrations.peft.merge import merge_sparse
 from torchcram.optim import CrAM
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from torchcram.operators import Operator
     from torchcram.optim.rules import Pass
     from torchcram.weights import LayerWeights, Masks, Weights
 
@@ -35,6 +39,17 @@ class LoraCrAM(CrAM):
             already, has its own weight trained, or is sharded over processes (FSDP); if `model`
             is in a DDP with find_unused_parameters.
     """
+
+    def compress(self, operator: Operator | str) -> nn.Module:
+        """Returns a copy of the model with its adapters merged and the trained weights compressed.
+
+        The same as `merge_sparse(model, operator, weights=optimizer.weights)`.
+
+        Args:
+            operator: Operator, or its text, such as "global:0.9".
+        """
+        self.restore()
+        return merge_sparse(self.model, operator, weights=self.weights)
 
     def _choose(self, weights: Weights | None) -> LayerWeights:
         refuse_unused_parameters(self, self.model)
