@@ -150,7 +150,7 @@ class Holder:
 
 @pytest.mark.slow
 def test_two_hundred_captures_after_varied_allocations():
-    draw, kept, captures = random.Random(0), [], 0
+    draw, kept, captures = random.Random(0), [], 0  # noqa: S311
     streams = [torch.cuda.Stream() for _ in range(3)]
     while captures < 200:
         kind = draw.choice([kind for kind in CRAMS if kind != "plain"])
