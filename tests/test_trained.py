@@ -29,6 +29,28 @@ def test_the_optimizer_compresses_what_it_trained():
     assert sparsity(compressible_weights(small, skip="fc")) == pytest.approx(0.9, abs=1e-2)
 
 
+def test_a_compiled_model_is_compressed_without_its_wrapper():
+    model, _ = trained()
+    wrapper = torch.compile(model, backend="eager")
+    weights = compressible_weights(wrapper, skip="fc")
+    optimizer = CrAM(wrapper, SGD(wrapper.parameters(), lr=0.1), "global:0.5", weights=weights)
+    small = optimizer.compress("global:0.9")
+    assert type(small) is ConvNet
+    assert same(
+        snapshot(small),
+        snapshot(
+            compress(
+                model,
+                "global:0.9",
+                weights=dict(
+                    (name.removeprefix("_orig_mod."), weight) for name, weight in weights.items()
+                ),
+            )
+        ),
+    )
+    assert optimizer.state_dict()["cram"]["weights"] == trained_weights(model)
+
+
 def test_other_weights_are_named_once():
     model, optimizer = trained()
     with pytest.warns(UserWarning, match=r"1 of the 4 .* left dense in training.*: fc\.weight\."):

@@ -79,6 +79,13 @@ def warn_of_other_weights(trained: Iterable[str], here: Iterable[str]) -> None:
         warn_caller(f"the state is of a training that compressed other weights; {'; '.join(parts)}")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module inside DDP and `torch.compile`."""
+    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    inner = model.module if wrapped else getattr(model, "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
+
+
 def plain_name(model: nn.Module, name: str) -> str:
     """Returns the name of a parameter in the model without wrappers (DDP, compile)."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]

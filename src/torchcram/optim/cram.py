@@ -37,7 +37,7 @@ from torchcram.optim.randomness import Randomness
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.spread import Spread
 from torchcram.optim.wrapper import Wrapper
-from torchcram.trained import mark_trained, plain_name, warn_of_other_weights
+from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
 from torchcram.weights import mask_gradients_, weights_in
 
 if TYPE_CHECKING:
@@ -208,15 +208,19 @@ class CrAM(Wrapper):
         self._now.g = None
 
     def compress(self, operator: Operator | str) -> nn.Module:
-        """Returns a copy of the model with the weights that were trained for it compressed.
+        """Returns a copy of the model in which the weights that were trained for it are compressed.
 
-        The same as `compress(model, operator, weights=optimizer.weights)`.
+        The same as `compress(model, operator, weights=optimizer.weights)`; of a model in DDP or a
+        compiled one, the copy is of the module inside.
 
         Args:
             operator: Operator, or its text, such as "global:0.9".
         """
         self.restore()
-        return compress(self.model, operator, weights=self.weights)
+        model = unwrapped(self.model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        weights = {names[id(weight)]: weight for weight in self.weights.values()}
+        return compress(model, operator, weights=weights)
 
     @property
     def operators(self) -> tuple[Operator, ...]:
