@@ -1,11 +1,12 @@
 # make demo   environment, install, train, compress, show the table, write the report
 # make test   environment, install, lint, types, import layers, tests
+# make mutants   whether the tests notice small mistakes in the core
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -23,6 +24,9 @@ check: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+mutants: $(VENV)/.installed  # mistakes in the core that the tests must notice; several minutes
+	$(BIN)/python tests/mutants.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

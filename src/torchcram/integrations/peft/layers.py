@@ -23,6 +23,9 @@ from torchcram.messages import list_names
 from torchcram.weights import compressible_weights, zero_unmasked_
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from torchcram.optim.backup import UndoStack
     from torchcram.weights import LayerWeights, Weights
 
 
@@ -116,18 +119,28 @@ def taken_for_merged(layer: LoraLayer) -> Iterator[None]:
         layer.merged_adapters = []
 
 
-@contextmanager
-def straight_through(layer: LoraLayer, mask: Tensor | None) -> Iterator[None]:
-    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B."""
+def straight_through(layer: LoraLayer, mask: Tensor | None, undo: UndoStack) -> None:
+    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B.
+
+    Args:
+        layer: Layer whose weight is W + s B A, compressed.
+        mask: Mask M of that weight; None for a dense gradient.
+        undo: Stack that the way back is pushed to.
+    """
     weight = _own_weight(layer)
-    weight.requires_grad_(True)
-    hook = weight.register_post_accumulate_grad_hook(partial(_hand_on, layer=layer, mask=mask))
-    try:
-        with taken_for_merged(layer):
-            yield
-    finally:
-        hook.remove()
+    hooks: list[RemovableHandle] = []
+
+    def leave() -> None:
+        for hook in hooks:
+            hook.remove()
         weight.requires_grad_(False)
+        layer.merged_adapters = []
+
+    undo.push(leave)
+    weight.requires_grad_(True)
+    hand_on = partial(_hand_on, layer=layer, mask=mask)
+    hooks.append(weight.register_post_accumulate_grad_hook(hand_on))
+    layer.merged_adapters = _active(layer)  # which peft takes to be in the weight
 
 
 def _hand_on(weight: Tensor, *, layer: LoraLayer, mask: Tensor | None) -> None:
