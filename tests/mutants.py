@@ -48,6 +48,10 @@ STATE = ("tests/optim/test_state.py",)
 REFUSED = ("tests/optim/test_bad_input.py",)
 HELD = ("tests/test_finetune.py",)
 NORM = ("tests/test_batchnorm.py",)
+LAYOUTS = ("tests/test_layouts.py",)
+SHARDS = ("tests/test_sharded.py",)
+COVERAGE = ("tests/test_coverage.py",)
+CHAINS = ("tests/operators/test_chain.py",)
 
 MUTANTS = [
     Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
@@ -112,6 +116,36 @@ MUTANTS = [
     Mutant("batchnorm.py", "layer.reset_running_stats()", "pass", NORM),
     Mutant("batchnorm.py", "layer.momentum = old", "pass", NORM),
     Mutant("batchnorm.py", "            buffer.copy_(value)", "            pass", NORM),
+    Mutant("layers.py", "1 if layout.transposed else 2, -1", "2, -1", LAYOUTS),
+    Mutant(
+        "layers.py",
+        "layout.transposed and not layout.stacked else",
+        "layout.transposed else",
+        SHARDS,
+    ),
+    Mutant("layers.py", "max(rows * layer, here.start)", "rows * layer", SHARDS),
+    Mutant("layouts.py", "Layout(layers=3)", "PLAIN", LAYOUTS),
+    Mutant("layouts.py", "up.shape[1] == down.shape[2]", "up.shape[2] == down.shape[1]", LAYOUTS),
+    Mutant("layouts.py", "key not in embeddings", "True", ("tests/test_weights.py",)),
+    Mutant("coverage.py", "share > MOST_UNCOVERED", "share > 0", COVERAGE),
+    Mutant("coverage.py", "        _warned.add(model)\n", "", COVERAGE),
+    Mutant("operators/topk.py", "numel() // len(layers)", "numel()", LAYOUTS),
+    Mutant("operators/topk.py", "+ 0.0  #", "#", ("tests/operators/test_parse.py",)),
+    Mutant(
+        "operators/nm.py",
+        "place > rival, other >= key",
+        "place > rival, other > key",
+        ("tests/operators/test_nm.py",),
+    ),
+    Mutant(
+        "operators/quantize.py",
+        "torch.where(scale == 0, 1, scale)",
+        "scale",
+        ("tests/operators/test_quantize.py",),
+    ),
+    Mutant("operators/quantize.py", "rows.dim() > 2", "False", SHARDS),
+    Mutant("operators/chain.py", "kept[name] & masks[name]", "masks[name]", CHAINS),
+    Mutant("operators/chain.py", "reversed(parts)", "parts", CHAINS),
 ]
 
 

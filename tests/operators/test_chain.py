@@ -17,11 +17,14 @@ def weights():
     }
 
 
-def test_one_after_the_other_and_the_mask_of_both():
+@pytest.mark.parametrize(
+    ("one", "other"), [(NM(2, 4), GlobalTopK(0.75)), (GlobalTopK(0.9), NM(2, 4))]
+)
+def test_one_after_the_other_and_the_mask_of_both(one, other):
     chained, by_hand = weights(), weights()
-    masks = Chain(NM(2, 4), GlobalTopK(0.75)).compress_(chained)
-    first = NM(2, 4).compress_(by_hand)
-    then = GlobalTopK(0.75).compress_(by_hand)
+    masks = Chain(one, other).compress_(chained)
+    first = one.compress_(by_hand)
+    then = other.compress_(by_hand)
     for name in chained:
         assert torch.equal(chained[name], by_hand[name])
         assert torch.equal(masks[name], first[name] & then[name])
