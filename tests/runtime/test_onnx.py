@@ -67,7 +67,7 @@ def test_a_net_of_convolutions_with_the_very_weights(tmp_path, operator):
     model = compressed(ResNet(1, 16), operator)
     x = torch.randn(1, 3, 8, 8)
     path = tmp_path / "net.onnx"
-    export_onnx(model, (x,), path, operator=operator)
+    export_onnx(model, path, (x,), operator=operator)
     assert model.training
     weights = compressible_weights(model)
     found = dequantized(path, x)
@@ -81,7 +81,7 @@ def test_linear_layers_are_not_joined_to_something_that_rounds_their_inputs(tmp_
     model = compressed(Tied(), operator).eval()
     path = tmp_path / "net.onnx"
     tokens, scale = torch.randint(10, (1, 5)), torch.rand(1)
-    export_onnx(model, (tokens, scale), path, operator=operator)
+    export_onnx(model, path, (tokens, scale), operator=operator)
     many, scales = torch.randint(10, (7, 5)), torch.rand(7)
     scores, best = run(path, many, scales)
     expected = model(many, scales)
@@ -97,7 +97,7 @@ def test_odd_layers_keep_their_weights(tmp_path):
     layers = nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Conv2d(6, 6, 1, groups=6)
     model = compressed(nn.Sequential(*layers), "int3")
     x = torch.randn(2, 4, 5, 5)
-    export_onnx(model, (x,), tmp_path / "net.onnx", operator="int3")
+    export_onnx(model, tmp_path / "net.onnx", (x,), operator="int3")
     found = dequantized(tmp_path / "net.onnx", x)
     for name, weight in compressible_weights(model).items():
         assert torch.equal(found[f"{name}.value"], weight)
@@ -105,7 +105,7 @@ def test_odd_layers_keep_their_weights(tmp_path):
 
 def test_what_is_not_quantized_is_stored_as_it_is(tmp_path):
     model = compress(ConvNet(), "global:0.8").eval()
-    export_onnx(model, (torch.randn(2, 4, 6, 6),), tmp_path / "a.onnx", operator="global:0.8")
+    export_onnx(model, tmp_path / "a.onnx", (torch.randn(2, 4, 6, 6),), operator="global:0.8")
     assert "DequantizeLinear" not in kinds(tmp_path / "a.onnx")
     stored = {
         one.name: onnx.numpy_helper.to_array(one)
@@ -124,10 +124,10 @@ def test_only_what_was_compressed_becomes_integers(tmp_path):
     x = (torch.randn(3, 8),)
     path = tmp_path / "a.onnx"
     with pytest.raises(ValueError, match=r"'2\.weight' is not what int8 makes"):
-        export_onnx(model, x, path, operator=operator)
+        export_onnx(model, path, x, operator=operator)
     assert list(tmp_path.iterdir()) == []
     export_onnx(
-        model, x, path, operator=operator, weights=some, input_names=["x"], output_names=["y"]
+        model, path, x, operator=operator, weights=some, input_names=["x"], output_names=["y"]
     )
     graph = onnx.load(path).graph
     assert [node.op_type for node in graph.node].count("DequantizeLinear") == 1
@@ -142,7 +142,7 @@ def test_only_what_was_compressed_becomes_integers(tmp_path):
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_the_batch_is_open_if_asked_for(tmp_path, dynamic):
     model = mlp().eval()
-    export_onnx(model, (torch.randn(2, 8),), tmp_path / "a.onnx", dynamic_batch=dynamic)
+    export_onnx(model, tmp_path / "a.onnx", (torch.randn(2, 8),), dynamic_batch=dynamic)
     x = torch.randn(5, 8)
     if dynamic:
         torch.testing.assert_close(run(tmp_path / "a.onnx", x)[0], model(x))
@@ -172,12 +172,12 @@ class Positions(nn.Module):
 def test_other_dimensions_are_open_if_asked_for(tmp_path):
     model, path = Positions().eval(), tmp_path / "a.onnx"
     tokens = torch.export.Dim("tokens", max=12)
-    export_onnx(model, (torch.randn(2, 6, 4),), path, dynamic_dims=[{1: tokens}])
+    export_onnx(model, path, (torch.randn(2, 6, 4),), dynamic_dims=[{1: tokens}])
     for shape in ((2, 6, 4), (3, 11, 4), (1, 2, 4)):
         x = torch.randn(shape)
         torch.testing.assert_close(run(path, x)[0], model(x))
     fixed = tmp_path / "b.onnx"
-    export_onnx(model, (torch.randn(2, 6, 4),), fixed)
+    export_onnx(model, fixed, (torch.randn(2, 6, 4),))
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument):
         run(fixed, torch.randn(2, 5, 4))
 
@@ -188,8 +188,8 @@ def test_other_sizes_are_compared_too(tmp_path, wrong, shape):
     with pytest.raises(ValueError, match=re.escape(f"differs on inputs of {shape}: ")):
         export_onnx(
             Positions(wrong=wrong).eval(),
-            (torch.randn(3, 3, 4),),
             tmp_path / "a.onnx",
+            (torch.randn(3, 3, 4),),
             dynamic_dims=dims,
         )
     assert list(tmp_path.iterdir()) == []
@@ -206,7 +206,7 @@ def test_a_file_that_gives_something_else_never_takes_the_place(tmp_path, monkey
 
     monkeypatch.setattr(module, "put_integers", spoil)
     with pytest.raises(ValueError, match=r"output '.*' differs on inputs of \(3, 8\): by 1 "):
-        export_onnx(mlp(), (torch.randn(3, 8),), path)
+        export_onnx(mlp(), path, (torch.randn(3, 8),))
     assert [one.name for one in tmp_path.iterdir()] == ["a.onnx"]
     assert path.read_bytes() == b"before"
 
@@ -218,7 +218,7 @@ class Branch(nn.Linear):
 
 def test_what_onnx_cannot_say_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"Branch cannot be exported: .*linalg_eigh") as caught:
-        export_onnx(Branch(4, 4), (torch.randn(4, 4),), tmp_path / "a.onnx")
+        export_onnx(Branch(4, 4), tmp_path / "a.onnx", (torch.randn(4, 4),))
     assert "Next steps" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -244,15 +244,15 @@ DIM = torch.export.Dim("tokens")
 )
 def test_bad_arguments_are_refused(tmp_path, example, options, message):
     with pytest.raises(ValueError, match=message):
-        export_onnx(mlp(), example, tmp_path / "a.onnx", **options)
+        export_onnx(mlp(), tmp_path / "a.onnx", example, **options)
 
 
 def test_other_dtypes_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'0\.weight' is torch\.float16: only float32"):
-        export_onnx(mlp().half(), (torch.randn(2, 8),), tmp_path / "a.onnx")
+        export_onnx(mlp().half(), tmp_path / "a.onnx", (torch.randn(2, 8),))
 
 
 def test_what_no_file_can_hold_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LARGEST", 100)
     with pytest.raises(ValueError, match="one ONNX file holds 2"):
-        export_onnx(mlp(), (torch.randn(2, 8),), tmp_path / "a.onnx")
+        export_onnx(mlp(), tmp_path / "a.onnx", (torch.randn(2, 8),))

@@ -25,7 +25,7 @@ def test_a_model_that_answers_questions(tmp_path):
     mask = torch.ones_like(tokens)
     mask[1, 7:] = 0
     path = tmp_path / "bert.onnx"
-    export_onnx(model, (tokens, mask, types), path, operator="uniform:0.5+int8")
+    export_onnx(model, path, (tokens, mask, types), operator="uniform:0.5+int8")
     graph = onnx.load(path).graph
     used = [name for name in compressible_weights(model) if "pooler" not in name]
     assert [node.op_type for node in graph.node].count("DequantizeLinear") == len(used)

@@ -67,3 +67,24 @@ def parse_part(part: str, text: str) -> Operator:
     except ValueError as error:
         raise ValueError(f"operator {text!r}: {error}") from None
     raise ValueError(f"operator {text!r}: cannot read {part!r}; allowed: {SYNTAX}")
+
+
+def split_pruner(part: str) -> tuple[str | None, str]:
+    """Splits the text of one operator into its pruner and the pattern that the pruner leaves.
+
+    "obs:m64@global:0.9" gives "obs:m64" and "global:0.9"; without a pruner the first is None.
+    """
+    pruner, at, pattern = part.partition("@")
+    return (pruner, pattern) if at else (None, part)
+
+
+def parse_without_pruners(text: str) -> Operator:
+    """Reads the operator that remains of a text when every pruner in it is left out.
+
+    What it reads of "obs:m64@nm:2:4+int8" is nm:2:4+int8: the operator that says which zeros and
+    values compressed weights have, with no need to know the pruners.
+
+    Raises:
+        ValueError: naming the text and what is allowed.
+    """
+    return parse_joined(text, lambda part, whole: parse_part(split_pruner(part)[1], whole))
