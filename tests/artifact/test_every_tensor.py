@@ -132,7 +132,9 @@ def test_operators_with_pruners_and_their_options_are_kept(tmp_path, operator):
     assert artifact.read_manifest(tmp_path / "file").operator == str(operator)
 
 
-@pytest.mark.parametrize("operator", ["wanda@nm:2:6+int4:g12", Chain(Wanda(NM(2, 6)), Quantize(4, 12))])
+@pytest.mark.parametrize(
+    "operator", ["wanda@nm:2:6+int4:g12", Chain(Wanda(NM(2, 6)), Quantize(4, 12))]
+)
 def test_pruners_leave_hints(tmp_path, operator):
     weight = torch.randn(16, 48)
     parse_operator("nm:2:6+int4:g12").compress_({"": weight})

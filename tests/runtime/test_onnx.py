@@ -6,7 +6,15 @@ import torch
 from nets import ConvNet, mlp
 from torch import nn
 
-from torchcram import Chain, GlobalTopK, Quantize, compress, compressible_weights
+from torchcram import (
+    Chain,
+    GlobalTopK,
+    Quantize,
+    UniformTopK,
+    compress,
+    compressible_weights,
+    parse_operator,
+)
 from torchcram.experiments.models.small import ResNet
 from torchcram.runtime import onnx as module
 from torchcram.runtime.onnx import export_onnx
@@ -229,8 +237,13 @@ DIM = torch.export.Dim("tokens")
 @pytest.mark.parametrize(
     ("example", "options", "message"),
     [
-        (torch.randn(2, 8), {}, "not a tuple of tensors"),
+        ([torch.randn(2, 8)], {}, "a tuple of arguments or a mapping of keyword .*, got list"),
         ((), {}, "example is empty"),
+        ({"x": 3}, {}, "example is empty"),
+        ({0: torch.randn(2, 8)}, {}, "example has the key 0, which is no name of an argument"),
+        ((torch.randn(2, 8), [1]), {}, r"example\[1\] is list; allowed are tensors, and None"),
+        (torch.randn(2, 8), {"output_names": ["input"]}, "output_names has 'input', which another"),
+        (torch.randn(2, 8), {"output_names": ["0.bias"]}, "output_names has '0.bias', which ano"),
         ((torch.randn(2, 8), torch.randn(3)), {}, "no batch dimension in common"),
         ((torch.randn(0, 8),), {}, "no batch dimension in common"),
         ((torch.randn(2, 8),), {"input_names": ["a", "b"]}, "1 inputs, but the input_names"),
@@ -256,3 +269,138 @@ def test_what_no_file_can_hold_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LARGEST", 100)
     with pytest.raises(ValueError, match="one ONNX file holds 2"):
         export_onnx(mlp(), tmp_path / "a.onnx", (torch.randn(2, 8),))
+
+
+class Sum(nn.Module):
+    """Adds what it gets, under names that the exporter uses inside of the graph, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, first, second=None, *, third=None, twice=False, returned="dict"):
+        linear = self.inner(first)
+        for more in (second, third):
+            linear = linear if more is None else linear + more
+        linear = 2 * linear if twice else linear
+        return {
+            "dict": {"add": linear, "first": first, "states": (linear, linear - 1)},
+            "tuple": (linear, linear),
+            "list": [linear],
+            "fields": torch.max(linear, 1),
+            "one": linear,
+        }[returned]
+
+
+def inputs_and_outputs(path):
+    graph = onnx.load(path).graph
+    return [one.name for one in graph.input], [one.name for one in graph.output]
+
+
+@pytest.mark.parametrize(
+    ("example", "names"),
+    [
+        (torch.randn(2, 4), ["first"]),
+        ((torch.randn(1, 4), torch.randn(1, 4)), ["first", "second"]),
+        ((torch.randn(2, 4), None, 7), ["first"]),
+        ({"third": torch.randn(2, 4), "first": torch.randn(2, 4)}, ["third", "first"]),
+        ({"first": torch.randn(2, 4), "second": None, "twice": True}, ["first"]),
+    ],
+    ids=["tensor", "tuple", "tuple with constants", "mapping", "mapping with constants"],
+)
+def test_examples_are_what_prepare_takes(tmp_path, example, names, monkeypatch):
+    if isinstance(example, tuple) and len(example) == 3:
+
+        def forward(self, first, second, times):
+            return self.inner(first if second is None else second) * times
+
+        monkeypatch.setattr(Sum, "forward", forward)
+    model, path = Sum().eval(), tmp_path / "a.onnx"
+    export_onnx(model, path, example)
+    assert inputs_and_outputs(path)[0] == names
+    given = example if isinstance(example, dict) else {}
+    values = (example if isinstance(example, tuple) else (example,)) if not given else ()
+    several = [torch.randn(5, 4) for _ in names]
+    (found, *_) = run(path, *several)
+    rest = iter(several)
+    args = [next(rest) if isinstance(value, torch.Tensor) else value for value in values]
+    kwargs = {k: next(rest) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    expected = model(*args, **kwargs)
+    torch.testing.assert_close(found, expected["add"] if isinstance(expected, dict) else expected)
+
+
+def test_names_of_inputs_are_in_the_order_of_the_example(tmp_path):
+    example = {"third": torch.zeros(2, 4), "first": torch.randn(2, 4)}
+    export_onnx(Sum(), tmp_path / "a.onnx", example, input_names=["zeros", "numbers"])
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    given = {"zeros": torch.zeros(2, 4).numpy(), "numbers": torch.ones(2, 4).numpy()}
+    (first,) = session.run(["first"], given)
+    assert first.all()
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        ("dict", ["add", "first_output", "states_0", "states_1"]),
+        ("tuple", ["output_0", "output_1"]),
+        ("list", ["output_0"]),
+        ("fields", ["values", "indices"]),
+        ("one", ["output"]),
+    ],
+)
+def test_outputs_have_the_names_that_the_model_has_for_them(tmp_path, returned, names):
+    model, path = Sum().eval(), tmp_path / "a.onnx"
+    x = torch.randn(3, 4)
+    export_onnx(model, path, {"first": x, "returned": returned})
+    assert inputs_and_outputs(path) == (["first"], names)
+    found = run(path, x, outputs=names)
+    for one, other in zip(
+        found, torch.utils._pytree.tree_leaves(model(x, returned=returned)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    more = [f"name {index}" for index in range(len(names))]
+    export_onnx(model, path, {"first": x, "returned": returned}, output_names=more)
+    assert inputs_and_outputs(path)[1] == more
+
+
+def test_the_order_of_earlier_versions_works_with_a_warning(tmp_path):
+    model, x = mlp().eval(), torch.randn(3, 8)
+    with pytest.warns(
+        DeprecationWarning, match=r"call export_onnx\(model, path, example\)"
+    ) as caught:
+        export_onnx(model, (x,), tmp_path / "a.onnx")
+    assert caught[0].filename == __file__
+    torch.testing.assert_close(run(tmp_path / "a.onnx", x)[0], model(x))
+    with pytest.raises(ValueError, match="path must be a str or a path, got Tensor"):
+        export_onnx(model, x, x)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "told"),
+    [("int4", None), ("int8", "uniform:0.5"), ("int3:g32", "obs:m64@uniform:0.5")],
+)
+def test_quantized_weights_are_integers_without_being_told(tmp_path, quantize, told):
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4), nn.Linear(4, 4))
+    some = compressible_weights(model, skip="^3")
+    Chain(UniformTopK(0.5), parse_operator(quantize)).compress_(some)
+    x = torch.randn(2, 64)
+    export_onnx(model, tmp_path / "found.onnx", x, operator=told)
+    export_onnx(model, tmp_path / "told.onnx", x, operator=quantize, weights=some)
+    found, expected = (dequantized(tmp_path / f"{name}.onnx", x) for name in ("found", "told"))
+    assert found.keys() == expected.keys() == {"0.weight.value", "2.weight.value"}
+    for name, weight in some.items():
+        assert torch.equal(found[f"{name}.value"], weight)
+    files = [onnx.load(tmp_path / f"{name}.onnx").graph.initializer for name in ("found", "told")]
+    types = [{one.name: one.data_type for one in file} for file in files]
+    assert types[0] == types[1]
+
+
+def test_integers_that_take_more_room_are_not_integers(tmp_path):
+    model = nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 4, 1))
+    export_onnx(model, tmp_path / "a.onnx", torch.randn(2, 8, 3, 3))
+    assert "DequantizeLinear" not in kinds(tmp_path / "a.onnx")
+
+
+def test_a_model_without_compressible_weights(tmp_path):
+    export_onnx(nn.LayerNorm(4), tmp_path / "a.onnx", torch.randn(2, 4))
+    assert inputs_and_outputs(tmp_path / "a.onnx") == (["input"], ["output"])

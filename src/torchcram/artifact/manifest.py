@@ -154,7 +154,9 @@ def _entry(name: str, plain: object) -> Entry:
         raise ValueError(f"{where} in its manifest has an unknown dtype or no checksum")
     dtype = DTYPES[found["dtype"]]
     if math.prod(shape) * dtype.itemsize >= 1 << 63:
-        raise ValueError(f"{where} in its manifest has the shape {shape!r:.200}: no memory holds it")
+        raise ValueError(
+            f"{where} in its manifest has the shape {shape!r:.200}, which no memory holds"
+        )
     if groups is not None and not 1 <= groups < 1 << 63:
         raise ValueError(f"{where} in its manifest has {groups!r:.80} groups")
     try:

@@ -120,7 +120,7 @@ def _loads_itself(module: nn.Module) -> bool:
 @contextmanager
 def _restored_on_error(model: nn.Module) -> Iterator[None]:
     """Gives a model its tensors and their values back if a `with` block fails."""
-    tensors = [
+    tensors: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (own, name, tensor, tensor.detach().clone())
         for module in model.modules()
         for own in (module._parameters, module._buffers)
