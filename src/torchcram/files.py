@@ -14,7 +14,7 @@ from pathlib import Path
 SUFFIX = ".tmp"
 """End of the names of files and folders that are being written."""
 
-_CONTENT, _LOCK = f"content{SUFFIX}", f"lock{SUFFIX}"  # no search for "*.json" finds them
+_CONTENT = f"content{SUFFIX}"  # no search for "*.json" finds it
 _OWNER = r"\d+(-[0-9a-f]+)?"  # process and call; a process alone in earlier versions
 
 
@@ -118,15 +118,12 @@ def _lock(temporary: Path, *, wait: bool = False) -> int | None:
     except ImportError:
         return None
     try:
-        folder = temporary.is_dir()
-        descriptor = os.open(
-            temporary / _LOCK if folder else temporary, os.O_RDWR | (os.O_CREAT if folder else 0)
-        )
+        descriptor = os.open(temporary, os.O_RDONLY)
     except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
+    except OSError:  # locked, or on a network file system that does not know locks of folders
         os.close(descriptor)
         return None
     return descriptor
@@ -137,7 +134,7 @@ def _is_there(folder: Path, lock: int | None) -> bool:
     if lock is None:
         return folder.exists()
     try:
-        return os.path.samestat(os.fstat(lock), (folder / _LOCK).stat())
+        return os.path.samestat(os.fstat(lock), folder.stat())
     except FileNotFoundError:
         return False
 
