@@ -6,7 +6,6 @@ from torch import nn
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, artifact, compress_, parse_operator
 from torchcram.artifact.integers import same_bits
-from torchcram.layers import LayerWeights
 from torchcram.pruners import Obs, Wanda
 
 
@@ -82,7 +81,7 @@ def test_vectors_are_looked_at_where_it_pays(tmp_path):
 
 def test_layouts_that_nobody_tells_are_tried(tmp_path):
     inputs_first = torch.randn(32, 48)  # as in Conv1D of Transformers
-    Quantize(4).compress_(LayerWeights({"": inputs_first}, {"": 1}))
+    Quantize(4).compress_({"": inputs_first.t()})
     experts = torch.randn(4, 24, 32)  # (experts, outputs, inputs)
     Quantize(8).compress_({str(i): expert for i, expert in enumerate(experts)})
     turned = nn.ConvTranspose2d(16, 8, 3)
