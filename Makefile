@@ -1,18 +1,23 @@
 # make demo   environment, install, train, compress, show the table, write the report
-# make test   environment, install, lint, types, import layers, tests
+# make test   environment, install, lint, types, import layers, tests (ten seconds of fuzzing too)
+# make fuzz   mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
 # make mutants   whether the tests notice small mistakes in the core
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SECONDS ?= 60
 
-.PHONY: demo test check format mutants clean
+.PHONY: demo test fuzz check format mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
 
 test: $(VENV)/.installed check
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+fuzz: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

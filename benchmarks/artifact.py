@@ -58,7 +58,7 @@ def measure(model: nn.Module, operator: str, folder: Path, *, repeats: int) -> N
     """Prints a row for one operator."""
     plain, compact = folder / "plain.safetensors", folder / "compact.safetensors"
     start = time.perf_counter()
-    manifest = artifact.save(compact, compress(model, operator), operator=operator)
+    manifest = artifact.save(compress(model, operator), compact, operator=operator)
     saving = time.perf_counter() - start
     count, twin = sum(value.numel() for value in model.parameters()), copy.deepcopy(model)
     seconds = interleaved(

@@ -28,7 +28,7 @@ dense_size = (run / "model.safetensors").stat().st_size
 files = {target: run / f"{target.replace(':', '-')}.torchcram.safetensors" for target in TARGETS}
 for target, path in files.items():
     small = compress(model, target, weights=target_weights(recipe, model))
-    artifact.save(path, small, operator=target, embeddings="int8", metadata=recipe.to_dict())
+    artifact.save(small, path, operator=target, embeddings="int8", metadata=recipe.to_dict())
     size = path.stat().st_size
     print(f"{target}: {size / 1e6:.2f} MB, {dense_size / size:.1f} times smaller")
 

@@ -155,7 +155,7 @@ def test_a_choice_of_weights_is_no_surprise(tmp_path):
     assert not caught(lambda: compressible_weights(nn.Sequential(model, nn.Linear(8, 8)), skip="1"))
     everything = {**compressible_weights(model, only="."), "mixing0": model.mixing0}
     assert not caught(lambda: compress(model, "global:0.5", weights=everything))
-    assert not caught(lambda: artifact.save(tmp_path / "model.safetensors", model))
+    assert not caught(lambda: artifact.save(model, tmp_path / "model.safetensors"))
 
 
 def test_the_weights_of_others_can_be_given():

@@ -19,17 +19,23 @@ from torchcram.artifact import choose
 from torchcram.artifact.decode import decode
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A small file with every kind of part in it."""
+def every_kind_of_part():
+    """A small model of whose weights each is stored in another way."""
     torch.manual_seed(0)  # other weights may be stored in other ways
-    path = tmp_path_factory.mktemp("whole") / "model.safetensors"
     names = ("mask", "nm", "int", "both", "plain")
     model = nn.ModuleDict({name: nn.Linear(16, 8) for name in names})
     for name, operator in zip(names, ("global:0.9", "nm:2:4", "int4", "nm:2:4+int3"), strict=False):
         compress_(model[name], operator)
     model["tied"] = model["plain"]
-    artifact.save(path, model, operator="global:0.9", metadata={"note": "x" * 4000})
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A small file with every kind of part in it."""
+    path = tmp_path_factory.mktemp("whole") / "model.safetensors"
+    model = every_kind_of_part()
+    artifact.save(model, path, operator="global:0.9", metadata={"note": "x" * 4000})
     return path
 
 
@@ -125,6 +131,56 @@ def test_a_model_is_all_loaded_or_not_at_all(whole, path):
         artifact.load(whole, model)
 
 
+WRONG = {
+    "too few values": {"mask.weight:mask": torch.full((16,), 255, dtype=torch.uint8)},
+    "too many values": {"mask.weight:mask": torch.zeros(16, dtype=torch.uint8)},
+    "places that do not ascend": {"nm.weight:indices": torch.zeros(16, dtype=torch.uint8)},
+    "too many integers": {"int.weight:integers": torch.zeros(65, dtype=torch.uint8)},
+    "too few scales": {"both.weight:scales": torch.ones(7)},
+    "other booleans": {"flags": torch.full((16, 8), 2, dtype=torch.uint8).view(torch.bool)},
+    "another shape": {"plain.weight": torch.ones(129)},
+}
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("parts", WRONG.values(), ids=WRONG)
+def test_a_model_stays_as_it_was_where_one_tensor_cannot_be_decoded(
+    path, parts, library, threads, monkeypatch
+):
+    if not library:
+        monkeypatch.setattr("torchcram.native.expand.find", lambda: None)
+    model = every_kind_of_part()
+    model.register_buffer("flags", torch.ones(16, 8, dtype=torch.bool))  # the first in the file
+    artifact.save(model, path)
+    forge(path, path, lambda _: None, parts)
+    for value in model.state_dict().values():
+        torch.nn.init.ones_(value)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with pytest.raises(ValueError, match="it cannot be decoded"):
+        artifact.load(path, model)
+    assert same(model.state_dict(), before)
+
+
+def test_a_model_stays_as_it_was_where_one_of_its_modules_refuses(path):
+    class Strict(nn.Linear):
+        def _load_from_state_dict(self, state, prefix, *rest):
+            super()._load_from_state_dict(state, prefix, *rest)
+            if not bool((state[f"{prefix}weight"] == 1).all()):
+                self.weight = nn.Parameter(torch.zeros(3))
+                raise ValueError("the weights of a Strict layer are ones")
+
+    model = nn.Sequential(nn.Linear(4, 4), Strict(4, 4), nn.BatchNorm1d(4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = model[1].weight
+    artifact.save({name: value + 2 for name, value in before.items()}, path)
+    with pytest.raises(ValueError, match=r"bad\.safetensors: this Sequential refuses it: the weig"):
+        artifact.load(path, model)
+    assert same(model.state_dict(), before)
+    assert model[1].weight is weight
+
+
 def forge(path, whole, change, parts=None, *, after=None):
     """Writes a file whose checksums are right and whose manifest and parts are changed.
 
@@ -180,6 +236,13 @@ MASK, NM, INT = ("tensors", "mask.weight"), ("tensors", "nm.weight"), ("tensors"
         (set_in(*MASK, "shape", to=[8, 1 << 80]), "has the shape"),
         (set_in(*MASK, "shape", to=[0, 1 << 62, 1 << 62]), "'mask.weight': it cannot be decoded"),
         (set_in(*MASK, "shape", to=[-8, -16]), "has the shape"),
+        (set_in(*MASK, "shape", to=[(1 << 63) - 1] * 80_000), "has 80000 dimensions; allowed are"),
+        (set_in(*MASK, "shape", to=[1] * 7 + [8, 16]), "has 9 dimensions; allowed are up to 8"),
+        (set_in(*MASK, "shape", to=[1 << 31, 1 << 31]), "which no memory holds"),
+        (set_in(*MASK, "shape", to=[(1 << 63) - 1] * 8), "which no memory holds"),
+        (set_in(*MASK, "dtype", to="int32"), "'mask.weight': it cannot be decoded: its values"),
+        (set_in(*INT, "dtype", to="int32"), "stores int32 as dense\\+int4"),
+        (set_in(*MASK, "encoding", to="mask+" + "float16" * 999), "is no encoding"),
         (set_in(*MASK, "dtype", to="float64"), "'mask.weight': it cannot be decoded: its values"),
         (set_in(*MASK, "dtype", to="object"), "unknown dtype"),
         (set_in(*MASK, "sha256", to=""), "no checksum"),
@@ -193,6 +256,8 @@ MASK, NM, INT = ("tensors", "mask.weight"), ("tensors", "nm.weight"), ("tensors"
         (set_in(*NM, "encoding", to="nm:2:8"), "'nm.weight': it cannot be decoded"),
         (set_in(*NM, "transposed", to=3), "'nm.weight': it cannot be decoded"),
         (set_in(*NM, "transposed", to=0), "has 0 groups"),
+        (set_in(*NM, "transposed", to=1 << 63), "has 9223372036854775808 groups"),
+        (set_in(*NM, "transposed", to=(1 << 63) - 1), "'nm.weight': it cannot be decoded"),
         (set_in(*NM, "transposed", to="a"), "as transposed"),
         (set_in(*INT, "encoding", to="dense+int5"), "'int.weight': it cannot be decoded"),
         (set_in(*INT, "encoding", to="dense+int4:g5"), "no multiple of 5"),
@@ -208,6 +273,16 @@ def test_made_up_manifests_are_refused(whole, path, change, message):
     assert str(path) in str(caught.value)
 
 
+def test_one_part_is_not_that_of_two_tensors(whole, path):
+    def change(manifest):
+        mask = manifest["tensors"]["mask.weight"]
+        manifest["tensors"]["mask.weight:values"] = {**mask, "shape": [13], "encoding": "dense"}
+
+    forge(path, whole, change)
+    with pytest.raises(ValueError, match=r"bad\.safetensors: its manifest gives one part to two"):
+        artifact.load(path)
+
+
 def test_only_verify_compares_the_long_checksum(whole, path):
     forge(path, whole, lambda _: None, after=set_in(*MASK, "sha256", to="0" * 64))
     artifact.load(path)
@@ -218,7 +293,7 @@ def test_only_verify_compares_the_long_checksum(whole, path):
 def test_what_does_not_come_back_as_it_was_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "decode", lambda parts, form: decode(parts, form) + 1)
     with pytest.raises(RuntimeError, match="does not come back as it was"):
-        artifact.save(tmp_path / "net", {"weight": torch.randn(4, 4)})
+        artifact.save({"weight": torch.randn(4, 4)}, tmp_path / "net")
     assert not list(tmp_path.iterdir())
 
 
@@ -246,7 +321,7 @@ def test_places_of_a_group_ascend(path, operator, library, monkeypatch):
         monkeypatch.setattr("torchcram.native.expand.find", lambda: None)
     weight = torch.randn(4, 16)
     parse_operator(operator).compress_({"weight": weight})
-    artifact.save(path, {"weight": weight}, operator=operator)
+    artifact.save({"weight": weight}, path, operator=operator)
     assert torch.equal(artifact.load(path)["weight"], weight)
     whole = load_file(path)["weight:indices"]
     for changed in (torch.zeros_like(whole), whole.flip(0).bitwise_not()):  # alike, descending
@@ -257,7 +332,7 @@ def test_places_of_a_group_ascend(path, operator, library, monkeypatch):
 
 def test_a_part_without_dimensions_is_refused(path):
     weight = torch.tensor([[1.0, -1.0]])
-    artifact.save(path, {"weight": weight}, operator="int8")
+    artifact.save({"weight": weight}, path, operator="int8")
     scales = {name: value for name, value in load_file(path).items() if "scales" in name}
     assert scales, "stored in another way"
     forge(path, path, lambda _: None, {name: value.squeeze() for name, value in scales.items()})
@@ -269,7 +344,7 @@ def test_a_place_outside_its_group_is_refused(path):
     weight = torch.randn(8, 15)
     operator = parse_operator("nm:1:5")
     operator.compress_({"weight": weight})
-    artifact.save(path, {"weight": weight}, operator=operator)
+    artifact.save({"weight": weight}, path, operator=operator)
     indices = {"weight:indices": torch.full((9,), 255, dtype=torch.uint8)}
     forge(path, path, lambda _: None, indices)
     with pytest.raises(ValueError, match=r"'weight': .* a place is not in its group of 5"):
@@ -293,31 +368,32 @@ def test_what_cannot_be_stored_is_refused_by_name(path):
         ),
         (torch.ones(2, 2).to_sparse(), "'a.b' is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), "on meta"),
+        (torch.ones([1] * 9), "'a.b' has 9 dimensions; allowed are up to 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            artifact.save(path, {"a.b": value})
+            artifact.save({"a.b": value}, path)
     sparse = torch.randn(32, 32).relu()
-    assert str(artifact.save(path, {"a": sparse}).tensors["a"].encoding) == "mask"
-    artifact.save(path, {"a": sparse, "a:scales": sparse})
+    assert str(artifact.save({"a": sparse}, path).tensors["a"].encoding) == "mask"
+    artifact.save({"a": sparse, "a:scales": sparse}, path)
     assert torch.equal(artifact.load(path)["a"], sparse)
     with pytest.raises(ValueError, match=r"cannot be stored beside a tensor named 'a:mask'"):
-        artifact.save(path, {"a:mask": torch.ones(3), "a": sparse})
+        artifact.save({"a:mask": torch.ones(3), "a": sparse}, path)
     with pytest.raises(ValueError, match="'__metadata__'"):
-        artifact.save(path, {"__metadata__": torch.ones(3)})
+        artifact.save({"__metadata__": torch.ones(3)}, path)
     for bad in (math.nan, object(), {1, 2}):
         with pytest.raises(ValueError, match="the metadata cannot be written as JSON"):
-            artifact.save(path, {"a": sparse}, metadata={"bad": bad})
+            artifact.save({"a": sparse}, path, metadata={"bad": bad})
 
 
 def test_a_failed_save_leaves_the_earlier_file(path, monkeypatch):
-    artifact.save(path, {"a": torch.eye(4)}, metadata={"run": 1})
+    artifact.save({"a": torch.eye(4)}, path, metadata={"run": 1})
 
     def fail(*_):
         raise OSError("the disk is full")
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="full"):
-        artifact.save(path, {"a": torch.ones(4, 4)})
+        artifact.save({"a": torch.ones(4, 4)}, path)
     assert torch.equal(artifact.load(path)["a"], torch.eye(4))
     assert artifact.read_manifest(path).metadata == {"run": 1}
     assert [one.name for one in path.parent.iterdir()] == [path.name]

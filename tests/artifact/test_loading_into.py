@@ -13,7 +13,7 @@ from torchcram.runtime.packing import check_packed
 @pytest.mark.parametrize("operator", [None, "global:0.5", "int8", "nm:2:4"])
 def test_autograd_knows_that_weights_have_changed(tmp_path, operator):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    artifact.save(tmp_path / "file", model, operator=operator)
+    artifact.save(model, tmp_path / "file", operator=operator)
     found = model(torch.randn(2, 8)).sum()
     artifact.load(tmp_path / "file", model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -24,13 +24,13 @@ def test_autograd_knows_that_weights_have_changed(tmp_path, operator):
 def test_a_packed_matrix_out_of_a_file_is_checked(tmp_path):
     weight = torch.randn(32, 64) * (torch.rand(32, 64) < 0.3)
     model, x = nn.Sequential(SparseLinear(weight, None)), torch.randn(3, 64)
-    artifact.save(tmp_path / "good", model)
+    artifact.save(model, tmp_path / "good")
     bad = model[0].packed.clone()
     columns = slice(*bad[:80].view(torch.int64)[8:10].tolist())
     bad[columns].view(torch.int16)[2:6] = -1  # rows that are not there
     with pytest.raises(ValueError, match="no packed sparse matrix"):
         check_packed(bad)
-    artifact.save(tmp_path / "bad", {"0.packed": bad})
+    artifact.save({"0.packed": bad}, tmp_path / "bad")
     expected = model(x)
     with pytest.raises((ValueError, RuntimeError), match="no packed sparse matrix"):
         artifact.load(tmp_path / "bad", model)

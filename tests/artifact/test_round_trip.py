@@ -51,7 +51,7 @@ def same(found, expected):
 
 def round_trip(path, given, **options):
     """Saves and loads; returns the texts of the encodings."""
-    manifest = artifact.save(path, given, **options)
+    manifest = artifact.save(given, path, **options)
     state = given.state_dict() if isinstance(given, nn.Module) else given
     same(artifact.load(path), state)
     assert artifact.read_manifest(path) == manifest == artifact.verify(path)
@@ -200,7 +200,7 @@ def test_buffers_and_other_parameters_stay_dense_and_plain(path):
     plain = load_file(path)
     assert torch.equal(plain["2.running_var"], model[2].running_var)
     assert plain["2.num_batches_tracked"].shape == ()
-    artifact.save(path, nn.Linear(4, 3))
+    artifact.save(nn.Linear(4, 3), path)
     assert load_file(path)["weight"].shape == (3, 4)
 
 
@@ -208,7 +208,7 @@ def test_buffers_and_other_parameters_stay_dense_and_plain(path):
 def test_kept_values_are_rounded_as_asked(path, values):
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
     compress_(model, "global:0.8")
-    manifest = artifact.save(path, model, values=values)
+    manifest = artifact.save(model, path, values=values)
     name = str(values).removeprefix("torch.")
     assert str(manifest.tensors["0.weight"].encoding) == f"mask+{name}"
     found = artifact.load(path)
@@ -225,9 +225,9 @@ def test_values_that_do_not_fit_are_refused(path):
     with pytest.raises(
         ValueError, match=r"'w': it has values that are too large for torch.float16"
     ):
-        artifact.save(path, {"w": torch.tensor([[1e6, 1.5]])}, values=torch.float16)
+        artifact.save({"w": torch.tensor([[1e6, 1.5]])}, path, values=torch.float16)
     with pytest.raises(ValueError, match=r"values=torch.int8: allowed are torch.float32, "):
-        artifact.save(path, {"w": torch.ones(2, 2)}, values=torch.int8)
+        artifact.save({"w": torch.ones(2, 2)}, path, values=torch.int8)
 
 
 class Tied(nn.Module):
@@ -241,7 +241,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_stored_once(path):
     model = Tied()
     compress_(model, "global:0.5")
-    manifest = artifact.save(path, model)
+    manifest = artifact.save(model, path)
     assert manifest.tied == {"second.weight": "first.weight"}
     assert "second.weight" not in manifest.tensors
     found = artifact.load(path)
@@ -277,7 +277,7 @@ def test_float8_stays_as_it_is(path):
 
 def test_those_who_may_read_the_folder_may_read_the_file(tmp_path):
     tmp_path.chmod(0o750)
-    artifact.save(tmp_path / "model.safetensors", nn.Linear(4, 4))
+    artifact.save(nn.Linear(4, 4), tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
@@ -285,7 +285,7 @@ def test_those_who_may_read_the_folder_may_read_the_file(tmp_path):
 def test_a_machine_without_the_library_reads_the_same(tmp_path, monkeypatch, operator):
     model, path = ConvNet(), tmp_path / "model.safetensors"
     compress_(model, operator)
-    artifact.save(path, model)
+    artifact.save(model, path)
     with monkeypatch.context() as patch:
         patch.setattr(places, "expand_", lambda *_: False)
         same(artifact.load(path), model.state_dict())
@@ -297,7 +297,7 @@ def test_a_machine_without_the_library_reads_the_same(tmp_path, monkeypatch, ope
 def test_a_file_of_16_bits_in_a_model_of_32(path, dtype, operator):
     torch.manual_seed(0)
     model = compress(nn.Sequential(nn.Linear(33, 17)).to(dtype), operator)
-    artifact.save(path, model, operator=operator)
+    artifact.save(model, path, operator=operator)
     found = artifact.load(path, nn.Sequential(nn.Linear(33, 17)))
     for name, value in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], value.float()), name
@@ -305,7 +305,7 @@ def test_a_file_of_16_bits_in_a_model_of_32(path, dtype, operator):
 
 def test_two_tensors_are_not_loaded_into_one(path):
     two = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
-    artifact.save(path, two)
+    artifact.save(two, path)
     one = nn.ModuleDict({"a": nn.Linear(8, 8)})
     one["b"] = one["a"]
     before = one["a"].weight.clone()
@@ -315,14 +315,14 @@ def test_two_tensors_are_not_loaded_into_one(path):
 
 
 def test_a_model_without_memory_is_refused(path):
-    artifact.save(path, nn.Linear(4, 4))
+    artifact.save(nn.Linear(4, 4), path)
     with pytest.raises(ValueError, match=r"'weight' of the model is on the meta device"):
         artifact.load(path, nn.Linear(4, 4, device="meta"))
 
 
 def test_views_that_overlap_are_stored(path):
     whole = torch.randn(10)
-    artifact.save(path, {"all": whole, "some": whole[2:7], "end": whole[5:]})
+    artifact.save({"all": whole, "some": whole[2:7], "end": whole[5:]}, path)
     found = artifact.load(path)
     assert torch.equal(found["some"], whole[2:7])
     assert torch.equal(found["end"], whole[5:])

@@ -29,7 +29,7 @@ class Net(nn.Module):
 def test_tables_are_rounded_as_asked_and_nothing_else(tmp_path, to, encoding, tied):
     model, path = Net(tied=tied), tmp_path / "net.safetensors"
     before = copy.deepcopy(model.state_dict())
-    manifest = artifact.save(path, model, embeddings=to)
+    manifest = artifact.save(model, path, embeddings=to)
     rounded = {"words.weight": before["words.weight"].clone()}
     (to if isinstance(to, Quantize) else Quantize(int(to[3]), 8 if ":" in to else None)).compress_(
         rounded
@@ -47,18 +47,18 @@ def test_tables_are_rounded_as_asked_and_nothing_else(tmp_path, to, encoding, ti
 
 def test_tables_that_are_rounded_already_are_found_and_written_again(tmp_path):
     model = Net()
-    first = artifact.save(tmp_path / "one", model, embeddings="int8")
+    first = artifact.save(model, tmp_path / "one", embeddings="int8")
     artifact.load(tmp_path / "one", model)
-    again = artifact.save(tmp_path / "two", model)
+    again = artifact.save(model, tmp_path / "two")
     assert again.tensors["words.weight"] == first.tensors["words.weight"]
     assert (tmp_path / "two").stat().st_size == (tmp_path / "one").stat().st_size
-    twice = artifact.save(tmp_path / "three", model, embeddings="int8")
+    twice = artifact.save(model, tmp_path / "three", embeddings="int8")
     assert twice.tensors["words.weight"] == first.tensors["words.weight"]
 
 
 def test_values_are_not_for_tables(tmp_path):
     model = Net()
-    manifest = artifact.save(tmp_path / "net", model, values=torch.float16)
+    manifest = artifact.save(model, tmp_path / "net", values=torch.float16)
     assert str(manifest.tensors["words.weight"].encoding) == "dense"
     assert str(manifest.tensors["inner.weight"].encoding) == "dense+float16"
 
@@ -73,7 +73,7 @@ def test_values_are_not_for_tables(tmp_path):
 )
 def test_what_cannot_be_rounded_is_refused_before_a_file_is_there(tmp_path, model, to, said):
     with pytest.raises(ValueError, match=said):
-        artifact.save(tmp_path / "net", model, embeddings=to)
+        artifact.save(model, tmp_path / "net", embeddings=to)
     assert not list(tmp_path.iterdir())
 
 
@@ -85,6 +85,6 @@ def test_a_table_that_another_layer_has_first_is_found(tmp_path):
             self.words = nn.Embedding(50, 16)
             self.words.weight = self.head.weight
 
-    manifest = artifact.save(tmp_path / "net", Reversed(), embeddings="int8")
+    manifest = artifact.save(Reversed(), tmp_path / "net", embeddings="int8")
     assert str(manifest.tensors["head.weight"].encoding) == "dense+int8"
     assert manifest.tied == {"words.weight": "head.weight"}

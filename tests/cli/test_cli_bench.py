@@ -103,7 +103,7 @@ def test_what_is_neither_run_nor_file_is_named(run):
 
 
 def test_a_file_has_its_target_and_needs_its_recipe(run):
-    artifact.save("bare.safetensors", {"a": torch.ones(2, 2)})
+    artifact.save({"a": torch.ones(2, 2)}, "bare.safetensors")
     assert "does not say what recipe it is of" in fail("bench", "bare.safetensors")
     assert "is compressed already" in fail("bench", "bare.safetensors", "--to", "int4")
     assert run.exists()

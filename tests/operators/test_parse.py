@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK, parse_operator
+from torchcram.operators.parse import parse_without_pruners
 from torchcram.pruners import Obs, SparseGPT
 
 levels = st.floats(0, 1, exclude_max=True)
@@ -123,3 +124,23 @@ def test_any_text_is_read_or_refused(text):
     except ValueError:
         return
     assert parse_operator(str(operator)) == operator
+
+
+@pytest.mark.parametrize(
+    ("text", "operator"),
+    [
+        ("obs:m64@global:0.9", GlobalTopK(0.9)),
+        ("obs:m256:b25:d1e-05:r2@nm:2:4+int8", Chain(NM(2, 4), Quantize(8))),
+        ("wanda@row:0.5 + sparsegpt:b64@nm:2:4", Chain(RowTopK(0.5), NM(2, 4))),
+        ("int4:g64", Quantize(4, 64)),
+    ],
+)
+def test_pruners_are_left_out(text, operator):
+    assert parse_without_pruners(text) == operator
+
+
+@pytest.mark.parametrize("text", ["obs:m64@", "obs@wanda@nm:2:4", "obs", "nm:2:4+obs:m64"])
+def test_what_a_pruner_leaves_is_an_operator(text):
+    with pytest.raises(ValueError, match="cannot read") as error:
+        parse_without_pruners(text)
+    assert repr(text) in str(error.value)

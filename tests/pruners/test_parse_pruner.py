@@ -54,6 +54,8 @@ def test_text_and_operator_are_inverse(text):
         ("obs:r2:r3@uniform:0.7", "cannot read the option 'r3'"),
         ("obs:r1.5@uniform:0.7", "cannot read the option 'r1.5'"),
         ("obs:r0@uniform:0.7", "recomputations is 0, allowed are integers from 1"),
+        ("obs:r1001@uniform:0.7", "recomputations is 1001, allowed are integers from 1 to 1000"),
+        (f"obs:r{10**19}@nm:2:4", f"recomputations is {10**19}, allowed are integers from 1 to"),
         ("obs:x1@uniform:0.7", "m (gradients), b (block), d (damping), r (recomputations)"),
         ("sparsegpt:m4@uniform:0.7", "cannot read the option 'm4'"),
         ("wanda:d1@uniform:0.7", "cannot read the option 'd1'; allowed are none"),

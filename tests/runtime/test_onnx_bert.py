@@ -25,15 +25,16 @@ def test_a_model_that_answers_questions(tmp_path):
     mask = torch.ones_like(tokens)
     mask[1, 7:] = 0
     path = tmp_path / "bert.onnx"
-    export_onnx(model, (tokens, mask, types), path, operator="uniform:0.5+int8")
+    example = {"token_type_ids": types, "input_ids": tokens, "attention_mask": mask}
+    export_onnx(model, path, example)
     graph = onnx.load(path).graph
     used = [name for name in compressible_weights(model) if "pooler" not in name]
     assert [node.op_type for node in graph.node].count("DequantizeLinear") == len(used)
-    assert [one.name for one in graph.input] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert [one.name for one in graph.input] == list(example)
+    assert [one.name for one in graph.output] == ["start_logits", "end_logits"]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    given = [torch.cat([value, value[:1]]) for value in (tokens, mask, types)]
-    names = [one.name for one in session.get_inputs()]
-    found = session.run(None, dict(zip(names, [x.numpy() for x in given], strict=True)))
-    expected = model(*given)
+    given = {name: torch.cat([value, value[:1]]) for name, value in example.items()}
+    found = session.run(None, {name: value.numpy() for name, value in given.items()})
+    expected = model(**given)
     for one, other in zip(found, (expected.start_logits, expected.end_logits), strict=True):
         torch.testing.assert_close(torch.from_numpy(one), other, rtol=1e-4, atol=1e-5)

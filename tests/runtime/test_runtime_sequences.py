@@ -116,7 +116,7 @@ def test_onnx_files_give_the_same_outputs(name, operator, tmp_path):
     before = copy.deepcopy(model.state_dict())
     example = (torch.randn(shape),)
     path = tmp_path / "model.onnx"
-    export_onnx(model, example, path, operator=operator)  # compares the outputs itself
+    export_onnx(model, path, example, operator=operator)  # compares the outputs itself
     assert path.stat().st_size > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -127,7 +127,7 @@ def test_onnx_files_hold_the_integers_of_all_layers(tmp_path):
     del model.rnn  # whose weights may be taken apart
     model.rnn = lambda x: (torch.cat([x, x], -1), None)
     compress_(model, "int8")
-    export_onnx(model, (torch.randn(2, 4, 6, 6),), tmp_path / "m.onnx", operator="int8")
+    export_onnx(model, tmp_path / "m.onnx", torch.randn(2, 4, 6, 6), operator="int8")
     stored = {i.name: i.data_type for i in onnx.load(tmp_path / "m.onnx").graph.initializer}
     integers = [name for name, kind in stored.items() if kind == onnx.TensorProto.INT8]
     assert len([name for name in integers if "in_proj" in name]) == 1

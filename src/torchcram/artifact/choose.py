@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torchcram.artifact.decode import decode
 from torchcram.artifact.encode import encode
 from torchcram.artifact.encoding import MASK, Encoding
 from torchcram.artifact.form import Form, by_rows
-from torchcram.artifact.integers import as_integers, find_integers, same_bits
+from torchcram.artifact.integers import Quantized, as_integers, find_integers, same_bits
 from torchcram.artifact.places import most_kept
 from torchcram.layers import PLAIN, Layout
 from torchcram.operators import NM, Operator, Quantize
@@ -46,60 +47,103 @@ class Hints:
         return cls(tuple(dict.fromkeys((*groups, *GROUPS))), tuple(dict.fromkeys((*sizes, *SIZES))))
 
 
+class _Candidate(NamedTuple):
+    """One way to store a tensor.
+
+    Attributes:
+        encoding: what it is stored as.
+        size: in bytes, with the scales.
+        used_as: How a layer would use the tensor, where the encoding depends on it.
+        quantized: integers and scales, where there are any.
+    """
+
+    encoding: Encoding
+    size: int
+    used_as: Layout
+    quantized: Quantized | None
+
+
 def store(
     tensor: Tensor,
     hints: Hints,
     *,
     values: torch.dtype | None = None,
-    used_as: Layout = PLAIN,
+    used_as: Layout | None = None,
 ) -> tuple[Form, dict[str, Tensor]]:
-    """Stores a compressed weight in as few bytes as give it back bit for bit.
+    """Stores a tensor in as few bytes as give it back bit for bit.
 
     Args:
-        tensor: of floating point, at least two dimensions, contiguous and on the CPU.
-        hints: what to look for.
-        values: round values to this type, unless they are integers with a scale anyway.
-        used_as: How its layer uses it.
+        tensor: Floating-point tensor of one dimension or more, contiguous and on the CPU. Of one
+            with a single dimension only the places of the zeros are looked at.
+        hints: Patterns and sizes to look for.
+        values: Type to round values to, unless they are integers with a scale anyway.
+        used_as: How its layer uses it; where that is not known, the common layouts are tried.
 
     Returns:
-        What it is stored as, and the parts that are stored.
+        Form that it is stored in, and the parts that are stored.
 
     Raises:
         ValueError: if values do not fit into the type they are to be rounded to.
     """
-    rows = by_rows(tensor, used_as).contiguous()
-    quantized = find_integers(rows, list(hints.sizes))
+    layouts = _layouts(tensor) if used_as is None else [used_as]
+    best = _candidate(tensor, hints, layouts[0], values=values)
+    for layout in layouts[1:] if best.quantized is None else []:
+        other = _candidate(tensor, hints, layout, values=values)
+        if other.quantized is not None and other.size * SLACK < best.size:
+            best = other
+    if best.quantized is None and best.encoding.values is not None:
+        tensor = _rounded(tensor, best.encoding.values)
+    form = Form(
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        encoding=best.encoding,
+        transposed=best.used_as.groups if best.used_as.transposed else None,
+        stacked=best.used_as.stacked,
+    )
+    parts = encode(tensor, form, best.quantized)
+    if not bool(same_bits(decode(parts, form), tensor).all()):
+        raise RuntimeError(f"a tensor stored as {best.encoding} does not come back as it was")
+    return form, parts
+
+
+def _layouts(tensor: Tensor) -> list[Layout]:
+    """Returns the layouts that quantized weights of unknown layers may have.
+
+    The first is that of Linear and convolution layers; inputs may come before outputs, as in
+    transposed convolutions, and three dimensions may be one matrix after another.
+    """
+    if tensor.dim() < 2 or not tensor.numel():
+        return [PLAIN]
+    stacked = (False, True) if tensor.dim() == 3 and len(tensor) > 1 else (False,)
+    return [Layout(transposed=turned, stacked=one) for one in stacked for turned in (False, True)]
+
+
+def _candidate(
+    tensor: Tensor, hints: Hints, used_as: Layout, *, values: torch.dtype | None
+) -> _Candidate:
+    """Returns the smallest way to store a tensor of one layout."""
+    vector = tensor.dim() == 1
+    rows = tensor if vector else by_rows(tensor, used_as).contiguous()
+    quantized = None if vector else find_integers(rows, list(hints.sizes))
     if quantized is not None or (values and values.itemsize >= tensor.dtype.itemsize):
         values = None
     if values is not None:
-        tensor = _rounded(tensor, values)
-        rows = by_rows(tensor, used_as)
+        rows = _rounded(rows, values)
     encoding, size = _smallest(rows, hints, Encoding(values=values))
     if quantized is not None:
         plain = Encoding(bits=quantized.bits, group_size=quantized.group_size)
         integers, smaller = _smallest(rows, hints, plain)
         smaller += quantized.scales.numel() * quantized.scales.itemsize
-        encoding = integers if smaller < size else encoding
-    if not encoding.by_rows and encoding.bits is None:
-        used_as = PLAIN
-    form = Form(
-        dtype=tensor.dtype,
-        shape=tuple(tensor.shape),
-        encoding=encoding,
-        transposed=used_as.groups if used_as.transposed else None,
-        stacked=used_as.stacked,
-    )
-    parts = encode(tensor, form, quantized)
-    if not bool(same_bits(decode(parts, form), tensor).all()):
-        raise RuntimeError(f"a tensor stored as {encoding} does not come back as it was")
-    return form, parts
+        if smaller < size:
+            return _Candidate(integers, smaller, used_as, quantized)
+    return _Candidate(encoding, size, used_as if encoding.by_rows else PLAIN, None)
 
 
 def _smallest(rows: Tensor, hints: Hints, plain: Encoding) -> tuple[Encoding, int]:
     """Returns which places to store, and the bytes it takes without scales.
 
     Args:
-        rows: (groups, outputs, *kernel positions, inputs).
+        rows: (groups, outputs, *kernel positions, inputs), or a vector, without patterns.
         hints: what to look for.
         plain: what all values are stored as.
     """
@@ -108,7 +152,7 @@ def _smallest(rows: Tensor, hints: Hints, plain: Encoding) -> tuple[Encoding, in
     regular = [
         dataclasses.replace(plain, places=(most, group))
         for group in hints.groups
-        if numel and group <= 256 and rows.shape[-1] % group == 0
+        if numel and rows.dim() > 1 and group <= 256 and rows.shape[-1] % group == 0
         if 0 < (most := most_kept(kept, group)) < group
     ]
 

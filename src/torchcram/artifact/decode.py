@@ -18,6 +18,7 @@ from torchcram.artifact.places import (
     place_by_indices_,
     place_by_mask_,
     require_end,
+    require_indices,
 )
 from torchcram.native.expand import decode_
 
@@ -26,14 +27,15 @@ def decode(parts: Mapping[str, Tensor], form: Form, out: Tensor | None = None) -
     """Returns the tensor that parts stand for.
 
     Args:
-        parts: by name.
-        form: of the tensor.
-        out: a tensor of the same shape to write it to; else it gets memory of its own.
+        parts: Parts by name.
+        form: Form of the tensor.
+        out: Tensor of the same shape to write to; without one it gets memory of its own. It is not
+            touched where the parts are refused.
 
     Raises:
         ValueError: if the parts are not those of such a tensor.
     """
-    require_parts(parts, form)
+    require_decodable(parts, form)
     flat = _memory_of(out, form)
     if flat is None:
         flat = torch.empty(form.numel, dtype=form.computed_in)
@@ -146,6 +148,33 @@ def require_parts(parts: Mapping[str, Tensor], form: Form) -> None:
     """Raises ValueError for parts of other types and sizes than a tensor of this form has."""
     for name, (kind, size) in _expected(form).items():
         _require(name, parts[name], kind, size)
+
+
+def require_decodable(parts: Mapping[str, Tensor], form: Form) -> None:
+    """Raises ValueError for parts that are not those of a tensor, whatever the reason.
+
+    Parts that pass are decoded without an error, so that a model of which all parts have passed can
+    be written to.
+    """
+    require_parts(parts, form)
+    bits, places = form.encoding.bits, form.encoding.places
+    if places == MASK:
+        kept = count_kept(parts["mask"], form.numel)
+        if bits is not None:
+            _require("integers", parts["integers"], torch.uint8, packed_size(kept, bits))
+        elif (stored := parts["values"].numel()) != kept:
+            only = "only " if stored < kept else ""
+            raise ValueError(f"it has {only}{stored} values for {kept} places")
+    elif places is not None:
+        require_indices(parts["indices"], form.numel, pattern=form.encoding.pattern)
+    values = parts.get("values")
+    if values is not None and values.dtype == torch.bool and _has_other_bytes(values):
+        raise ValueError("its booleans have other bytes than 0 and 1")
+
+
+def _has_other_bytes(values: Tensor) -> bool:
+    """Returns whether booleans hold bytes that torch neither writes nor expects."""
+    return bool((values.view(torch.uint8) > 1).any())
 
 
 def _expected(form: Form) -> dict[str, tuple[torch.dtype, int | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from torchcram.artifact.form import Form
 
 FORMAT = 1
 """The version of the format that this library writes, and the newest that it reads."""
+
+MOST_DIMENSIONS = 8
+"""Number of dimensions that tensors in a file may have."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -142,18 +146,31 @@ def _entry(name: str, plain: object) -> Entry:
         plain = {"transposed": None, "stacked": False, **plain}
     found = _require_keys(plain, where, _ENTRY_KEYS)
     shape, groups = found["shape"], found["transposed"]
+    if len(shape) > MOST_DIMENSIONS:  # before anything is computed from them
+        raise ValueError(
+            f"{where} in its manifest has {len(shape)} dimensions; allowed are up to "
+            f"{MOST_DIMENSIONS}"
+        )
     if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
-        raise ValueError(f"{where} in its manifest has the shape {shape!r}")
+        raise ValueError(f"{where} in its manifest has the shape {shape!r:.200}")
     if found["dtype"] not in DTYPES or not _DIGEST.fullmatch(found["sha256"]):
         raise ValueError(f"{where} in its manifest has an unknown dtype or no checksum")
-    if groups is not None and (groups < 1 or (found["stacked"] and groups > 1)):
-        raise ValueError(f"{where} in its manifest has {groups} groups")
+    dtype = DTYPES[found["dtype"]]
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(
+            f"{where} in its manifest has the shape {shape!r:.200}, which no memory holds"
+        )
+    most = 1 if found["stacked"] else (1 << 63) - 1
+    if groups is not None and not 1 <= groups <= most:
+        raise ValueError(f"{where} in its manifest has {groups!r:.80} groups")
     try:
         encoding = parse_encoding(found["encoding"])
     except ValueError as error:
         raise ValueError(f"{where} in its manifest: {error}") from None
+    if not dtype.is_floating_point and (encoding.bits, encoding.values) != (None, None):
+        raise ValueError(f"{where} in its manifest stores {found['dtype']} as {encoding}")
     return Entry(
-        dtype=DTYPES[found["dtype"]],
+        dtype=dtype,
         shape=tuple(shape),
         encoding=encoding,
         transposed=groups,

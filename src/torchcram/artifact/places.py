@@ -132,12 +132,48 @@ def place_by_indices_(
             if expand_(into, look_up(masks, packed), values.read(some)):
                 continue
         places = unpack_some(indices, width, some.start, count=some.stop - some.start)
-        if group < 1 << width and int(places.max()) >= group:
-            raise ValueError(f"a place is not in its group of {group}")
-        if not bool((places.view(-1, keep).int().diff(dim=1) > 0).all()):
-            raise ValueError("the places of a group do not ascend")
+        _require_places(places, pattern)
         _put(into, places.long().add_(starts[: len(places)]).numpy(), values.read(some))
     return out
+
+
+def require_indices(indices: Tensor, numel: int, *, pattern: tuple[int, int]) -> None:
+    """Raises ValueError unless the places within every group ascend and are in it.
+
+    Args:
+        indices: Packed places.
+        numel: Number of values of the tensor, a multiple of the group.
+        pattern: (keep, group).
+    """
+    keep, group = pattern
+    stored = numel // group * keep
+    mask = mask_of_indices(indices, pattern=pattern)
+    if mask is not None:
+        if count_kept(_cut(mask, numel), numel) != stored:
+            raise ValueError("the places of a group do not ascend")
+        return
+    step = max(1, CHUNK // keep // 8) * 8 * keep  # whole groups, whole bytes of indices
+    for start in range(0, stored, step):
+        count = min(step, stored - start)
+        places = unpack_some(indices, index_width(group), start, count=count)
+        _require_places(places, pattern)
+
+
+def _cut(mask: Tensor, numel: int) -> Tensor:
+    """Returns a mask without what goes on after its end."""
+    mask = mask[: packed_size(numel, 1)]
+    if numel % 8:
+        mask = mask.clone()
+        mask[-1] &= (1 << numel % 8) - 1
+    return mask
+
+
+def _require_places(places: Tensor, pattern: tuple[int, int]) -> None:
+    keep, group = pattern
+    if group < 1 << index_width(group) and int(places.max()) >= group:
+        raise ValueError(f"a place is not in its group of {group}")
+    if not bool((places.view(-1, keep).int().diff(dim=1) > 0).all()):
+        raise ValueError("the places of a group do not ascend")
 
 
 def mask_of_indices(indices: Tensor, *, pattern: tuple[int, int]) -> Tensor | None:

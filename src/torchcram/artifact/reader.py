@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchcram.artifact.decode import decode, require_parts
+from torchcram.artifact.decode import decode, require_decodable, require_parts
 from torchcram.artifact.manifest import Entry, Manifest, digest
 from torchcram.native.checksum import checksum
 
@@ -43,11 +43,13 @@ class Reader:
             raise self._bad("its manifest is altered: the checksum is another one")
         try:
             self.manifest = Manifest.from_json(header[MANIFEST])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._bad(str(error)) from None
         entries = self.manifest.tensors.items()
         self._parts = {name: self._keys_of(name, entry) for name, entry in entries}
         known = [key for keys in self._parts.values() for key in keys.values()]
+        if len(set(known)) != len(known):
+            raise self._bad("its manifest gives one part to two tensors")
         if others := self._keys.difference(known):
             raise self._bad(f"its manifest does not know {min(others)!r}")
         self.aliases: dict[str, list[str]] = {}
@@ -72,6 +74,11 @@ class Reader:
         """Returns what parts stand for."""
         with self._decoding(name):
             return decode(parts, self.manifest.tensors[name], out)
+
+    def check(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Refuses parts that cannot be decoded, without decoding them."""
+        with self._decoding(name):
+            require_decodable(parts, self.manifest.tensors[name])
 
     @contextmanager
     def _decoding(self, name: str) -> Iterator[None]:

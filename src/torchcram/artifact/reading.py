@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -53,12 +54,12 @@ def load(path: str | PathLike[str], model: Model) -> Model: ...
 def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
     """Returns the state dict in a file, or `model` with the state loaded into it.
 
-    Tensors that are tied are one in the state dict. All checksums are compared before the model
-    changes.
+    Tensors that are tied are one in the state dict. All checksums are compared, and all that can be
+    wrong with a tensor is looked at, before the model changes: after an error it is as it was.
 
     Args:
-        path: of the file.
-        model: of the same names and shapes.
+        path: Path of the file.
+        model: Model with the same names and shapes.
 
     Raises:
         ValueError: naming the file and the tensor, if something is wrong with it or it is of
@@ -77,10 +78,16 @@ def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
     into.update(model.named_parameters(remove_duplicate=False))
     renamed = any(name not in into for name in (*reader.manifest.tensors, *tied))
     if renamed or any(map(_loads_itself, model.modules())):
-        model.load_state_dict(load(path))
+        state = load(path)
+        try:
+            with _restored_on_error(model):
+                model.load_state_dict(state)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{path}: this {type(model).__name__} refuses it: {error}") from error
         return model
     _require_own_memory(reader, into)
     parts = reader.each(reader.parts)
+    reader.each(lambda name: reader.check(name, parts[name]))
 
     @torch.no_grad()
     def copy_(name: str) -> None:
@@ -108,6 +115,25 @@ def verify(path: str | PathLike[str]) -> Manifest:
 def _loads_itself(module: nn.Module) -> bool:
     """Whether a module has its own way to take its state, which may check it."""
     return not type(module)._load_from_state_dict.__module__.startswith("torch.")
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Gives a model its tensors and their values back if a `with` block fails."""
+    tensors: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (own, name, tensor, tensor.detach().clone())
+        for module in model.modules()
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for own, name, tensor, value in tensors:
+                own[name] = tensor.copy_(value)
+        raise
 
 
 def _require_own_memory(reader: Reader, into: dict[str, Tensor]) -> None:

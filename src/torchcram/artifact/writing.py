@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -14,28 +14,30 @@ from torch import Tensor, nn
 from torchcram.artifact.choose import Hints, store
 from torchcram.artifact.encoding import DTYPES, Encoding
 from torchcram.artifact.form import Form
-from torchcram.artifact.manifest import Entry, Manifest
+from torchcram.artifact.manifest import MOST_DIMENSIONS, Entry, Manifest
 from torchcram.artifact.manifest import digest as digest_of
 from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
 from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.files import let_read, written_aside
-from torchcram.layers import PLAIN, Layout, layout_of
-from torchcram.operators import Operator, Quantize, as_operator
+from torchcram.layers import layout_of
+from torchcram.operators import Operator, Quantize
+from torchcram.operators.parse import parse_without_pruners
 from torchcram.sharded import is_sharded
 from torchcram.version import __version__
-from torchcram.weights import layer_weights
+from torchcram.weights import LayerWeights, layer_weights
 
 if TYPE_CHECKING:
     from typing import Any
 
 VALUES = (torch.float32, torch.float16, torch.bfloat16)
-_PRUNER = re.compile(r"\w+@")
+SMALLEST = 1024
+"""Number of values from which on a vector may be stored as anything but its values."""
 
 
 @torch.no_grad()
 def save(
-    path: str | PathLike[str],
     model: nn.Module | Mapping[str, Tensor],
+    path: str | PathLike[str],
     *,
     operator: Operator | str | None = None,
     values: torch.dtype | None = None,
@@ -44,30 +46,33 @@ def save(
 ) -> Manifest:
     """Writes a compressed model to one compact file, whole or not at all.
 
-    Every compressible weight is stored in the smallest way that gives it back bit for bit; what
-    that is, is seen from the weight itself. So are embeddings. Everything else is stored as it is.
-    Of a state dict all tensors of floating point with two or more dimensions count as compressible.
+    Every floating-point tensor with zeros or quantized values is stored in the smallest way that
+    gives it back bit for bit, which is seen from the tensor itself: weights of layers, embeddings,
+    bare parameters and buffers alike. All else is stored as it is.
 
     Args:
-        path: of the file; by convention it ends in ".safetensors".
-        model: compressed already, or its state dict.
-        operator: that it was compressed by; kept in the file.
-        values: float16 or bfloat16 to round the compressible weights to where they are not
-            quantized; None to leave them as they are. Loading then gives the rounded ones.
-        embeddings: "int8" or the like to round the tables of embeddings to, with a scale for every
-            row; None to leave them as they are. Loading then gives the rounded ones.
-        metadata: what else to keep in the file, as JSON has it: recipe, metrics, data set.
+        model: Compressed model, or its state dict. A model also tells which layers are transposed
+            convolutions, and which tensors are embeddings.
+        path: Path of the file; by convention it ends in ".safetensors".
+        operator: Operator that the model was compressed with, or its text; kept in the file.
+        values: Type to round values to that are not quantized, float16 or bfloat16; None leaves
+            them as they are. Rounded are the compressible weights of a model, and the tensors of a
+            state dict with two dimensions or more. Loading gives the rounded values.
+        embeddings: Quantizer to round the tables of embeddings with, such as "int8", with a scale
+            for every row; None leaves them as they are. Loading gives the rounded values.
+        metadata: Whatever else to keep in the file, as JSON has it: recipe, metrics, dataset.
 
     Returns:
-        What the file says of itself.
+        Manifest of the file.
 
     Raises:
         ValueError: for a tensor that cannot be stored, by name.
     """
+    model, path = _in_order(model, path)
     if values is not None and values not in VALUES:
         raise ValueError(f"values={values}: allowed are {', '.join(map(str, VALUES))} and None")
     tensors, tied = _untied(model.state_dict() if isinstance(model, nn.Module) else model)
-    layouts = _layouts(model, tensors)
+    known = _compressible(model)
     tables = find_tables(model, tensors)
     if embeddings is not None:
         tables = round_tables(tables, embeddings)
@@ -79,10 +84,15 @@ def save(
         value = tables.get(name, tensor).detach().cpu().contiguous()
         form = Form(dtype=value.dtype, shape=tuple(value.shape), encoding=Encoding())
         stored = {"values": value}
-        if name in layouts or name in tables:
-            kept, known = (None, rounding) if name in tables else (values, hints)
+        if _may_be_compressed(value):
+            rounded_to = values if _is_rounded(name, value, known, tables) else None
             try:
-                form, stored = store(value, known, values=kept, used_as=layouts.get(name, PLAIN))
+                form, stored = store(
+                    value,
+                    rounding if name in tables else hints,
+                    values=rounded_to,
+                    used_as=layout_of(known, name) if known and name in known else None,
+                )
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
         entries[name] = Entry(**vars(form), crc32=crc32(stored), sha256=sha256(stored))
@@ -96,6 +106,24 @@ def save(
     return manifest
 
 
+def _in_order(
+    model: object, path: object
+) -> tuple[nn.Module | Mapping[str, Tensor], str | PathLike[str]]:
+    """Returns model and path, which came the other way round in earlier versions."""
+    if isinstance(model, (str, PathLike)) and not isinstance(path, (str, PathLike)):
+        warnings.warn(
+            "artifact.save(path, model) is deprecated: call artifact.save(model, path)",
+            DeprecationWarning,
+            stacklevel=4,  # `save` and what torch.no_grad() wraps it in lie between
+        )
+        model, path = path, model
+    if not isinstance(model, (nn.Module, Mapping)):
+        raise ValueError(f"model must be a module or a state dict, got {type(model).__name__}")
+    if not isinstance(path, (str, PathLike)):
+        raise ValueError(f"path must be a str or a path, got {type(path).__name__}")
+    return model, path
+
+
 def _alone(part: Tensor, memory: set[int]) -> Tensor:
     """Returns a tensor that shares no memory with the others, which safetensors refuses."""
     place = part.untyped_storage().data_ptr()
@@ -106,10 +134,13 @@ def _alone(part: Tensor, memory: set[int]) -> Tensor:
 
 
 def _without_pruners(operator: Operator | str | None) -> Operator | None:
-    """Reads an operator; of "wanda@nm:2:4" only what it leaves, nm:2:4, counts here."""
-    if isinstance(operator, str):
-        return as_operator(_PRUNER.sub("", operator))
-    return operator
+    """Reads an operator; of "wanda@nm:2:4" only nm:2:4 says how weights are stored."""
+    if operator is None or isinstance(operator, str):
+        return None if operator is None else parse_without_pruners(operator)
+    try:
+        return parse_without_pruners(str(operator))
+    except ValueError:  # an operator that the library does not know
+        return operator
 
 
 def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -122,6 +153,10 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         if is_sharded(value):
             raise ValueError(f"{name!r} is sharded over processes: gather the state dict first")
         known = str(value.dtype).removeprefix("torch.") in DTYPES
+        if value.dim() > MOST_DIMENSIONS:
+            raise ValueError(
+                f"{name!r} has {value.dim()} dimensions; allowed are up to {MOST_DIMENSIONS}"
+            )
         if not known or value.layout != torch.strided or value.device.type == "meta":
             raise ValueError(
                 f"{name!r} is a {value.layout} tensor of {value.dtype} on {value.device}; allowed "
@@ -136,18 +171,24 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     return tensors, tied
 
 
-def _layouts(
-    model: nn.Module | Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> dict[str, Layout]:
-    """Returns what is compressible, and how layers use it."""
-    if not isinstance(model, nn.Module):
-        return {
-            name: PLAIN
-            for name, value in tensors.items()
-            if value.dtype.is_floating_point and value.dtype.itemsize > 1 and value.dim() > 1
-        }
-    weights = layer_weights(model)
-    return {name: layout_of(weights, name) for name in weights if name in tensors}
+def _compressible(model: nn.Module | Mapping[str, Tensor]) -> LayerWeights | None:
+    """Returns the compressible weights of a model; None for a state dict, which does not tell."""
+    return layer_weights(model) if isinstance(model, nn.Module) else None
+
+
+def _may_be_compressed(value: Tensor) -> bool:
+    """Returns whether to look for zeros and integers: not in what is small whatever is in it."""
+    matrix = value.dim() > 1 or value.numel() >= SMALLEST
+    return matrix and value.dtype.is_floating_point and value.dtype.itemsize > 1
+
+
+def _is_rounded(
+    name: str, value: Tensor, known: LayerWeights | None, tables: Mapping[str, Tensor]
+) -> bool:
+    """Returns whether `values=` is for a tensor."""
+    if known is None:
+        return value.dim() > 1
+    return name in known and name not in tables
 
 
 def _write(path: Path, parts: dict[str, Tensor], manifest: Manifest) -> None:

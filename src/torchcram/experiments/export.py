@@ -131,7 +131,7 @@ def _rounded_(
 ) -> TargetResult:
     """Makes a model what its file gives back, and tests that."""
     with tempfile.TemporaryDirectory() as aside:
-        artifact.save(Path(aside) / "model", model, operator=target.operator, **rounding)
+        artifact.save(model, Path(aside) / "model", operator=target.operator, **rounding)
         artifact.load(Path(aside) / "model", model)
     score = score_on_test(model, trained.recipe, data, device=device)
     return replace(target, after=score.value, others=score.others)
@@ -151,7 +151,7 @@ def _write(
     if kind == "torchcram":
         path = to / f"{name}.torchcram.safetensors"
         said = _metadata(trained, target)
-        artifact.save(path, model, operator=operator, metadata=said, **rounding)
+        artifact.save(model, path, operator=operator, metadata=said, **rounding)
         return path
     if kind == "safetensors":
         path = to / f"{name}.safetensors"
@@ -178,8 +178,8 @@ def _write(
     dims = None if text is None else [{2: torch.export.Dim("tokens", max=text.length)}]
     export_onnx(
         model,
-        (inputs[:SAMPLES],),
         path,
+        (inputs[:SAMPLES],),
         operator=parse_pruner(operator),
         weights=weights,
         dynamic_dims=dims,

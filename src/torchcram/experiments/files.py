@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchcram.files import SUFFIX
+from torchcram.files import SUFFIX, remove_if_dead
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Removes what processes that were killed have left of a file, or of any, in a folder."""
     for path in folder.glob(f".{'*' if name is None else glob.escape(name)}.[0-9]*{SUFFIX}"):
-        path.unlink(missing_ok=True)
+        remove_if_dead(path)
 
 
 @contextmanager

@@ -94,3 +94,24 @@ def _did_you_mean(part: str) -> str:
             if _read(text) is not None:
                 return f" (did you mean {text}?)"
     return ""
+
+
+def split_pruner(part: str) -> tuple[str | None, str]:
+    """Splits the text of one operator into its pruner and the pattern that the pruner leaves.
+
+    "obs:m64@global:0.9" gives "obs:m64" and "global:0.9"; without a pruner the first is None.
+    """
+    pruner, at, pattern = part.partition("@")
+    return (pruner, pattern) if at else (None, part)
+
+
+def parse_without_pruners(text: str) -> Operator:
+    """Reads the operator that remains of a text when every pruner in it is left out.
+
+    What it reads of "obs:m64@nm:2:4+int8" is nm:2:4+int8: the operator that says which zeros and
+    values compressed weights have, with no need to know the pruners.
+
+    Raises:
+        ValueError: naming the text and what is allowed.
+    """
+    return parse_joined(text, lambda part, whole: parse_part(split_pruner(part)[1], whole))

@@ -73,13 +73,23 @@ class Obs(Pruner):
         return masks
 
 
+MOST_STEPS = 1000
+
+
 def steps(pattern: Sparsifier, count: int) -> list[Sparsifier]:
     """Returns the patterns on the way to `pattern`, in at most `count` steps.
 
     Every step drops the same share of what is there: after step t of T a fraction k^(t/T) is kept.
     N:M has few levels: the same, rounded to whole weights of a group and no level twice (3:4 and
     then 2:4).
+
+    Raises:
+        ValueError: for more steps than make sense, or a pattern without others on the way to it.
     """
+    if count > MOST_STEPS:
+        raise ValueError(
+            f"Obs: recomputations is {count}, allowed are integers from 1 to {MOST_STEPS}"
+        )
     shares = [(step + 1) / count for step in range(count - 1)]
     if isinstance(pattern, (GlobalTopK, UniformTopK)):
         kept = 1 - pattern.level

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from torchcram.operators import Operator, Sparsifier
-from torchcram.operators.parse import closest, parse_joined, parse_part
+from torchcram.operators.parse import closest, parse_joined, parse_part, split_pruner
 from torchcram.pruners.base import Pruner
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.sparsegpt import SparseGPT
@@ -31,8 +31,8 @@ def parse_pruner(text: str) -> Operator:
 
 
 def _parse_part(part: str, text: str) -> Operator:
-    named, at, pattern = part.partition("@")
-    if not at:
+    named, pattern = split_pruner(part)
+    if named is None:
         return parse_part(part, text)
     kind, *options = named.split(":")
     if kind not in KINDS:

@@ -14,42 +14,37 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from torchcram.runtime.onnx_example import Example
+
 TOLERANCE = 1e-4  # of the largest finite magnitude of an output
 
 
-def check_example(
-    example: tuple[Tensor, ...], dynamic_batch: bool, input_names: Sequence[str] | None
-) -> None:
-    """Refuses an example that is no tuple of tensors with a first dimension in common."""
-    if not isinstance(example, tuple) or not all(isinstance(one, Tensor) for one in example):
-        raise ValueError("example is not a tuple of tensors, the inputs of the model by position")
-    if not example:
-        raise ValueError("example is empty: one tensor for each input is needed")
-    shapes = [tuple(value.shape) for value in example]
+def check_example(example: Example, dynamic_batch: bool, input_names: Sequence[str] | None) -> None:
+    """Refuses inputs without a first dimension in common, and names that are not one for each."""
+    shapes = example.shapes
     sizes = {shape[:1] for shape in shapes}
     if dynamic_batch and (len(sizes) > 1 or sizes & {(), (0,)}):
         raise ValueError(
             f"inputs of shapes {shapes} have no batch dimension in common, the first of each; "
             "dynamic_batch=False fixes all of them"
         )
-    if input_names is not None and len(input_names) != len(example):
-        raise ValueError(f"{len(example)} inputs, but the input_names are {list(input_names)}")
+    if input_names is not None and len(input_names) != len(shapes):
+        raise ValueError(f"{len(shapes)} inputs, but the input_names are {list(input_names)}")
 
 
-def check_dims(
-    example: tuple[Tensor, ...], dynamic_dims: Sequence[Mapping[int, object]] | None
-) -> None:
+def check_dims(example: Example, dynamic_dims: Sequence[Mapping[int, object]] | None) -> None:
     """Refuses dimensions that inputs do not have, the batch, and those of size 1."""
     if dynamic_dims is None:
         return
-    if len(dynamic_dims) != len(example):
-        raise ValueError(f"{len(example)} inputs, but dynamic_dims has {len(dynamic_dims)} entries")
-    for place, (value, some) in enumerate(zip(example, dynamic_dims, strict=True)):
+    shapes = example.shapes
+    if len(dynamic_dims) != len(shapes):
+        raise ValueError(f"{len(shapes)} inputs, but dynamic_dims has {len(dynamic_dims)} entries")
+    for index, (shape, some) in enumerate(zip(shapes, dynamic_dims, strict=True)):
         for dim in some:
-            if not 1 <= dim < value.dim() or value.shape[dim] < 2:
+            if not 1 <= dim < len(shape) or shape[dim] < 2:
                 raise ValueError(
-                    f"dynamic_dims[{place}] has dimension {dim!r} of an input of shape "
-                    f"{tuple(value.shape)}; allowed: from 1 on, of size 2 or more"
+                    f"dynamic_dims[{index}] has dimension {dim!r} of an input of shape "
+                    f"{shape}; allowed: from 1 on, of size 2 or more"
                 )
 
 
@@ -63,13 +58,13 @@ def check_dtypes(model: nn.Module) -> None:
             )
 
 
-def check(path: Path, model: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> None:
+def check(path: Path, model: nn.Module, batches: Sequence[Example]) -> None:
     """Compares ONNX Runtime on the CPU with PyTorch.
 
     Args:
-        path: of the file.
-        model: on the CPU, in eval mode.
-        batches: inputs by position.
+        path: Path of the file.
+        model: Model on the CPU, in eval mode.
+        batches: Inputs of several sizes.
 
     Raises:
         ValueError: naming the output and the batch that differ, or what cannot be run.
@@ -86,9 +81,11 @@ def check(path: Path, model: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -
     inputs = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
     for batch in batches:
-        expected = [one for one in tree_leaves(model(*batch)) if isinstance(one, Tensor)]
-        given = {name: value.numpy() for name, value in zip(inputs, batch, strict=True)}
-        where = f"on inputs of {' and '.join(str(tuple(one.shape)) for one in batch)}"
+        expected = [one for one in tree_leaves(batch.run(model)) if isinstance(one, Tensor)]
+        tensors = batch.tensors
+        keys = inputs if set(inputs) == set(tensors) else list(tensors)  # else they are renamed
+        given = {name: tensors[key].numpy() for name, key in zip(inputs, keys, strict=True)}
+        where = f"on inputs of {' and '.join(map(str, batch.shapes))}"
         try:
             found = session.run(None, given)
         except Exception as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import onnx_ir as ir
+    from torch.onnx import ONNXProgram
 
     from torchcram.runtime.onnx_integers import Integers
 
@@ -57,6 +58,54 @@ def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
             del graph.initializers[name]
 
 
+def optimize(program: ONNXProgram) -> None:
+    """Simplifies an exported graph; inputs keep their names, also one that is an output."""
+    inputs = program.model.graph.inputs
+    names = [value.name for value in inputs]
+    program.optimize()
+    for value, name in zip(inputs, names, strict=True):
+        value.name = name
+
+
+def name_outputs(model: ir.Model, names: Sequence[str]) -> None:
+    """Gives the outputs of a graph names, whatever else in it has them.
+
+    Args:
+        model: Exported model, changed in place.
+        names: Name of each output, in order.
+
+    Raises:
+        ValueError: for a name that is given twice or to an input or a weight.
+    """
+    graph = model.graph
+    taken = {str(value.name) for value in graph.inputs} | set(graph.initializers)
+    for index, name in enumerate(names):
+        if name in taken or name in names[:index]:
+            raise ValueError(
+                f"output_names has {name!r}, which another output, an input or a weight is called"
+            )
+    outputs = [_own_value(graph, index) for index in range(len(graph.outputs))]
+    for node in graph.all_nodes():
+        for value in node.outputs:
+            if value.name in names:
+                value.name = f"{value.name}.inner"
+    for value, name in zip(outputs, names, strict=True):
+        value.name = name
+
+
+def free_names(model: ir.Model, names: Sequence[str]) -> list[str]:
+    """Returns names for outputs, changed where an input or a weight is called so already."""
+    graph = model.graph
+    taken = {str(value.name) for value in graph.inputs} | set(graph.initializers)
+    free = []
+    for name in names:
+        while name in taken:
+            name = f"{name}_output"
+        taken.add(name)
+        free.append(name)
+    return free
+
+
 def strip(model: ir.Model) -> None:
     """Drops notes of the exporter, stack traces with paths of this machine among them."""
     graph = model.graph
@@ -68,6 +117,21 @@ def strip(model: ir.Model) -> None:
             value.metadata_props.clear()
     for value in (*graph.inputs, *graph.initializers.values()):
         value.metadata_props.clear()
+
+
+def _own_value(graph: ir.Graph, index: int) -> ir.Value:
+    """Returns the value of an output, one of its own where it is also something else."""
+    import onnx_ir as ir
+
+    value = graph.outputs[index]
+    if value.producer() is not None and not any(value is other for other in graph.outputs[:index]):
+        return value
+    node = ir.node("Identity", [value])
+    (copied,) = node.outputs
+    copied.type, copied.shape = value.type, value.shape
+    graph.append(node)
+    graph.outputs[index] = copied
+    return copied
 
 
 def _products(weight: ir.Value) -> Iterator[ir.Node]:

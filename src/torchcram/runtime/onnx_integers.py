@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from torchcram.artifact import integers as artifact_integers
+from torchcram.artifact.choose import SIZES
 from torchcram.artifact.integers import fit
 from torchcram.layers import count_inputs, layout_of, reduction_last
 from torchcram.operators import Quantize
@@ -48,6 +50,30 @@ def quantizer_of(operator: Operator | None) -> Quantize | None:
     """Returns the quantizer that an operator ends with or contains; the last one counts."""
     parts = () if operator is None else operator.parts
     return next((part for part in reversed(parts) if isinstance(part, Quantize)), None)
+
+
+@torch.no_grad()
+def find_quantizer(weights: LayerWeights, name: str) -> Quantize | None:
+    """Returns the quantizer whose integers and scales a weight consists of, as seen from it.
+
+    None where there is none, or where integers of 4 or 8 bits with their scales take more room than
+    the weight itself: rows of a single value, for one, are always those of a quantizer.
+
+    Args:
+        weights: All weights.
+        name: Name of the weight to look at; float32.
+    """
+    view = reduction_last(weights, name)
+    found = artifact_integers.find_integers(view.contiguous(), list(SIZES))
+    if found is None:
+        return None
+    size = view.numel() * stored_bits(found.bits) // 8 + 4 * found.scales.numel()
+    return Quantize(found.bits, found.group_size) if size < 4 * view.numel() else None
+
+
+def stored_bits(bits: int) -> int:
+    """Returns how many bits an integer takes in a file: ONNX Runtime reads 4 and 8."""
+    return 4 if bits == 4 else 8
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class Files:
             return case.file_bytes
         path = self._path(case, "compact.safetensors")
         said = None if case.operator is None else str(case.operator)
-        artifact.save(path, case.model, operator=said)
+        artifact.save(case.model, path, operator=said)
         return _size_and_remove(path)
 
     def onnx(self, case: Case, example: Tensor) -> Path:
@@ -61,7 +61,7 @@ class Files:
         try:
             from torchcram.runtime.onnx import export_onnx
 
-            export_onnx(case.model, (example,), path, operator=case.operator, weights=case.weights)
+            export_onnx(case.model, path, (example,), operator=case.operator, weights=case.weights)
         except ImportError as error:
             return f'{error.name} is missing: pip install "torchcram[export]"'
         except ValueError as error:

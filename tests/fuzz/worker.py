@@ -1,0 +1,70 @@
+"""The child process: makes inputs from a seed and reads them, one line of result for each."""
+
+import json
+import os
+import random
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+from fuzz import artefact_files, operator_texts, packed_matrices, recipe_texts, trial
+
+KINDS = {
+    "artefact-files": artefact_files,
+    "packed-matrices": packed_matrices,
+    "recipe-texts": recipe_texts,
+    "operator-texts": operator_texts,
+    "trial": trial,
+}
+"""Modules with `make(rng) -> bytes` and `read(content, folder) -> bool`: whether it is accepted."""
+
+MEMORY = 16 << 30  # of addresses: what a small input asks for is small
+
+
+def make(kind, seed, index):
+    """Returns the input of a number; the same for the same seed."""
+    rng = random.Random(f"{seed} {kind} {index}")  # noqa: S311
+    return KINDS[kind].make(rng)
+
+
+def serve(folder):
+    """Answers requests, lines of JSON, until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    limit_memory()
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        kind = request["kind"]
+        if "replay" in request:
+            answer(answers, kind, Path(request["replay"]).read_bytes, folder)
+            continue
+        for index in range(request["first"], request["first"] + request["count"]):
+            answer(answers, kind, partial(make, kind, request["seed"], index), folder)
+
+
+def answer(answers, kind, made, folder):
+    """Reads one input, which is on the disk before: the process may die of it."""
+    outcome, said = "failed", ""
+    (folder / "input").write_bytes(b"")
+    try:
+        content = made()
+        (folder / "input").write_bytes(content)
+        outcome = "accepted" if KINDS[kind].read(content, folder) else "refused"
+    except BaseException:  # noqa: BLE001  whatever it is, it is the result
+        said = traceback.format_exc()
+    print(json.dumps({"outcome": outcome, "said": said}), file=answers)
+
+
+def limit_memory():
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
