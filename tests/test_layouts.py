@@ -157,9 +157,9 @@ def test_only_matrices_of_experts_are_weights():
             self.w2 = nn.Parameter(torch.randn(3, 4))
             self.inner = nn.Linear(4, 4)
 
-    one = nn.ModuleDict({"experts": nn.ModuleList([nn.Module()]), "mixture": Experts()})
-    one["experts"][0].kernel = nn.Parameter(torch.randn(2, 2, 2))  # of one expert
-    names = compressible_weights(one, only=".")
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Module()]), "mixture": Experts()})
+    model["experts"][0].kernel = nn.Parameter(torch.randn(2, 2, 2))  # of one expert
+    names = compressible_weights(model, only=".")
     assert list(names) == ["mixture.w1", "mixture.inner.weight"]
     assert names.layouts == {"mixture.w1": Layout(layers=3, stacked=True)}
 

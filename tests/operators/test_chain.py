@@ -18,16 +18,16 @@ def weights():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(NM(2, 4), GlobalTopK(0.75)), (GlobalTopK(0.9), NM(2, 4))]
+    ("first", "then"), [(NM(2, 4), GlobalTopK(0.75)), (GlobalTopK(0.9), NM(2, 4))]
 )
-def test_one_after_the_other_and_the_mask_of_both(one, other):
+def test_one_after_the_other_and_the_mask_of_both(first, then):
     chained, by_hand = weights(), weights()
-    masks = Chain(one, other).compress_(chained)
-    first = one.compress_(by_hand)
-    then = other.compress_(by_hand)
+    masks = Chain(first, then).compress_(chained)
+    kept_first = first.compress_(by_hand)
+    kept_then = then.compress_(by_hand)
     for name in chained:
         assert torch.equal(chained[name], by_hand[name])
-        assert torch.equal(masks[name], first[name] & then[name])
+        assert torch.equal(masks[name], kept_first[name] & kept_then[name])
 
 
 def test_a_chain_without_masks_has_none():

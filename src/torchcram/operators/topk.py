@@ -116,12 +116,13 @@ class UniformTopK(_TopK):
             tensors += layers
             size = whole_shape(scores, name).numel() // len(layers)
             keep += [count_kept(size, self.level)] * len(layers)
-        found: dict[str, list[Tensor]] = {name: [] for name in scores}
+        by_name: dict[str, list[Tensor]] = {name: [] for name in scores}
         shards = shards_of(scores, names)
         for name, mask in zip(names, keep_largest_each(tensors, keep, shards=shards), strict=True):
-            found[name].append(mask)
+            by_name[name].append(mask)
         return {
-            name: masks[0] if len(masks) == 1 else torch.cat(masks) for name, masks in found.items()
+            name: masks[0] if len(masks) == 1 else torch.cat(masks)
+            for name, masks in by_name.items()
         }
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
                     product.replace_input_with(1, factor)
             _remove_unused(graph, value)
             if value.uses():
-                batched = any(_multiplies(node, place) for node, place in value.uses())
+                batched = any(_multiplies(node, index) for node, index in value.uses())
                 integers = weight.integers.in_a_batch() if batched else weight.integers
                 whole = _dequantize(graph, name, integers, weight.bits)
                 value.replace_all_uses_with(_squeezed(graph, whole) if batched else whole)
@@ -147,11 +147,11 @@ def _products(weight: ir.Value) -> Iterator[ir.Node]:
                 yield node
 
 
-def _multiplies(node: ir.Node, place: int) -> bool:
-    """Returns whether a node multiplies by the value at `place` as it is."""
+def _multiplies(node: ir.Node, index: int) -> bool:
+    """Returns whether a node multiplies by its input of that index as it is."""
     turned = node.attributes.get("transB")
     plain = turned is None or not turned.as_int()
-    return place == 1 and node.op_type in ("MatMul", "Gemm") and plain
+    return index == 1 and node.op_type in ("MatMul", "Gemm") and plain
 
 
 def _squeezed(graph: ir.Graph, value: ir.Value) -> ir.Value:
