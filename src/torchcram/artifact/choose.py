@@ -115,7 +115,9 @@ def _layouts(tensor: Tensor) -> list[Layout]:
     if tensor.dim() < 2 or not tensor.numel():
         return [PLAIN]
     stacked = (False, True) if tensor.dim() == 3 and len(tensor) > 1 else (False,)
-    return [Layout(transposed=turned, stacked=one) for one in stacked for turned in (False, True)]
+    return [
+        Layout(transposed=turned, stacked=apart) for apart in stacked for turned in (False, True)
+    ]
 
 
 def _candidate(
