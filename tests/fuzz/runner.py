@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,6 @@ def replay(path):
 def _saved(folder, failures, kind, seed, index, said):
     failures.mkdir(parents=True, exist_ok=True)
     path = failures / f"{kind}.seed{seed}.{index}.input"
-    path.write_bytes((folder / "input").read_bytes())
+    shutil.move(folder / f"input{index}", path)
     path.with_suffix(".txt").write_text(said)
     return Failure(kind, seed, index, said, path)

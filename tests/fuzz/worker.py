@@ -34,20 +34,22 @@ def serve(folder):
         module_of(kind)
         print(json.dumps({"ready": True}), file=answers)
         if "replay" in request:
-            answer(answers, kind, Path(request["replay"]).read_bytes, folder)
+            answer(answers, kind, Path(request["replay"]).read_bytes, folder / "input0")
             continue
         for index in range(request["first"], request["first"] + request["count"]):
-            answer(answers, kind, partial(make, kind, request["seed"], index), folder)
+            made = partial(make, kind, request["seed"], index)
+            answer(answers, kind, made, folder / f"input{index}")
 
 
-def answer(answers, kind, made, folder):
-    """Reads one input, which is on the disk before: the process may die of it."""
+def answer(answers, kind, made, path):
+    """Reads one input, which is on the disk before, and stays there if it fails."""
     outcome, said = "failed", ""
-    (folder / "input").write_bytes(b"")
+    path.write_bytes(b"")
     try:
         content = made()
-        (folder / "input").write_bytes(content)
-        outcome = "accepted" if module_of(kind).read(content, folder) else "refused"
+        path.write_bytes(content)
+        outcome = "accepted" if module_of(kind).read(content, path.parent) else "refused"
+        path.unlink()
     except BaseException:  # noqa: BLE001  whatever it is, it is the result
         said = traceback.format_exc()
     print(json.dumps({"outcome": outcome, "said": said}), file=answers)
