@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 KINDS = ("artefact-files", "packed-matrices", "recipe-texts", "operator-texts")
 BATCH = 25  # inputs of a kind before the next one has its turn
-START = 300.0  # seconds that a child process has to import everything
+START = 300.0  # seconds that a child process has to start and to import what it needs
 HANG = 30.0  # seconds that one input has: a hundred times what they take, machines being busy
 
 
@@ -65,6 +66,8 @@ class Child:
             self._start()
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+        if self._line(START) is None:
+            raise RuntimeError(f"python -m fuzz.worker does not start: {self.ended}")
 
     def _start(self):
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100
@@ -78,8 +81,6 @@ class Child:
         )
         self._lines = queue.Queue()
         threading.Thread(target=self._listen, args=(self.process, self._lines), daemon=True).start()
-        if self._line(START) is None:
-            raise RuntimeError(f"python -m fuzz.worker does not start: {self.ended}")
 
     @staticmethod
     def _listen(process, lines):
@@ -183,6 +184,6 @@ def replay(path):
 def _saved(folder, failures, kind, seed, index, said):
     failures.mkdir(parents=True, exist_ok=True)
     path = failures / f"{kind}.seed{seed}.{index}.input"
-    path.write_bytes((folder / "input").read_bytes())
+    shutil.move(folder / f"input{index}", path)
     path.with_suffix(".txt").write_text(said)
     return Failure(kind, seed, index, said, path)

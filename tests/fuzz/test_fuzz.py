@@ -6,7 +6,7 @@ from fuzz import worker
 from fuzz.runner import KINDS, replay, run
 
 CASES = {
-    "artefact-files": 250,
+    "artefact-files": 200,
     "packed-matrices": 500,
     "recipe-texts": 250,
     "operator-texts": 1500,
@@ -14,13 +14,13 @@ CASES = {
 """Number of inputs: about ten seconds."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_input_is_read_or_refused(kind, tmp_path):
-    outcome = run([(kind, range(CASES[kind]))], 0, tmp_path)
-    assert not outcome.failures, "\n".join(f.said for f in outcome.failures[:3])
-    for counts in (outcome.accepted, outcome.refused):
-        assert counts[kind] > CASES[kind] / 20  # neither is all that happens
-    assert outcome.accepted[kind] + outcome.refused[kind] == CASES[kind]
+def test_every_input_is_read_or_refused(tmp_path):
+    outcome = run([(kind, range(CASES[kind])) for kind in KINDS], 0, tmp_path)
+    assert not outcome.failures, "\n".join(f"{f.path.name}: {f.said}" for f in outcome.failures)
+    for kind in KINDS:
+        accepted, refused = outcome.accepted[kind], outcome.refused[kind]
+        assert accepted + refused == CASES[kind]
+        assert min(accepted, refused) > CASES[kind] / 20  # neither is all that happens
 
 
 @pytest.mark.parametrize("kind", KINDS)
