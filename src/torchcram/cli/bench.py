@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import errors_in_a_line, usage
 from torchcram.cli.options import (
     DATA,
     DataFolder,
@@ -17,6 +17,7 @@ from torchcram.cli.options import (
     Download,
     ResultFile,
     Targets,
+    check_targets,
     find_device,
     load,
 )
@@ -84,9 +85,11 @@ def bench(
         gpu = where.type == "cuda"
         names = [name.strip() for name in engines.split(",")] if engines is not None else None
         names = names or list(GPU_ENGINES if gpu else DEFAULT)
-        check_engines(names, GPU_ENGINES if gpu else CPU_ENGINES)
         counts = tuple(threads or [torch.get_num_threads()])
-        plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
+        check_targets(to)
+        with usage():
+            check_engines(names, GPU_ENGINES if gpu else CPU_ENGINES)
+            plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
         opened = open_source(source, to or ())
         samples = load(opened.recipe, data, download=download)
         if json is not None:

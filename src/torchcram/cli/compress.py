@@ -18,6 +18,7 @@ from torchcram.cli.options import (
     ResultFile,
     RunFolder,
     Targets,
+    check_targets,
     find_device,
     load,
 )
@@ -71,6 +72,7 @@ def compress(
         from torchcram.experiments.train import load_trained
         from torchcram.report.results_table import result_table
 
+        check_targets(to)
         where = find_device(device)
         trained = load_trained(run, where)
         recipe = with_targets(trained.recipe, to) if to else trained.recipe

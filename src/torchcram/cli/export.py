@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import errors_in_a_line, usage
 from torchcram.cli.options import (
     DATA,
     DataFolder,
@@ -18,6 +18,7 @@ from torchcram.cli.options import (
     ResultFile,
     RunFolder,
     Targets,
+    check_targets,
     find_device,
     load,
 )
@@ -71,12 +72,15 @@ def export(
     with errors_in_a_line():
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show
-        from torchcram.experiments.export import check_export
+        from torchcram.experiments.export import check_export, check_options
         from torchcram.experiments.export import export as write
         from torchcram.experiments.results import write_result
         from torchcram.experiments.run_folder import MODEL
         from torchcram.experiments.train import load_trained
 
+        check_targets(to)
+        with usage():
+            check_options(kind, values, embeddings)
         where = find_device(device)
         trained = load_trained(run, where)
         check_export(trained, kind, values, embeddings)

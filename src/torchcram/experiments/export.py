@@ -47,13 +47,11 @@ class Exported:
     target: TargetResult
 
 
-def check_export(
-    trained: Trained, kind: str, values: str | None, embeddings: str | None = None
-) -> None:
-    """Refuses what cannot be written, before anything is computed.
+def check_options(kind: str, values: str | None, embeddings: str | None) -> None:
+    """Refuses options of `export` that do not exist or do not go together.
 
     Raises:
-        ValueError: saying what is allowed.
+        ValueError: If one is refused; it names what is allowed.
     """
     if kind not in FORMATS:
         raise ValueError(f"--format {kind}: allowed are {', '.join(FORMATS)}")
@@ -62,6 +60,17 @@ def check_export(
     for option, given in (("values", values), ("embeddings", embeddings)):
         if given is not None and kind != "torchcram":
             raise ValueError(f"--{option} {given}: only --format torchcram gets smaller by that")
+
+
+def check_export(
+    trained: Trained, kind: str, values: str | None, embeddings: str | None = None
+) -> None:
+    """Refuses what cannot be written, before anything is computed.
+
+    Raises:
+        ValueError: If it cannot be; the message names what is allowed.
+    """
+    check_options(kind, values, embeddings)
     if embeddings is not None:
         round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
     if kind == "transformers" and trained.recipe.text is None:
