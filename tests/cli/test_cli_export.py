@@ -1,4 +1,5 @@
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from safetensors.torch import load_file
 from torchcram import artifact, compressible_weights, sparsity
 from torchcram.experiments.results import read_result
 from torchcram.experiments.train import load_trained
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 CPU = torch.device("cpu")
 
@@ -79,6 +85,48 @@ def test_onnx_files(run):
     done = succeed("export", run, "--to", "int8", "--format", "onnx", "--out", "files")
     assert Path("files/int8.onnx").is_file()
     assert "int8.onnx" in done.stdout
+
+
+@contextmanager
+def full_disk(size):
+    """Lets no file get larger, as where the disk is full; for compiled code too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.skipif(resource is None, reason="needs limits of files")
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "global-0.9.torchcram.safetensors"),
+        (["--values", "fp16"], ""),
+        (["--format", "safetensors"], "global-0.9.safetensors"),
+        (["--format", "onnx"], "global-0.9.onnx"),
+    ],
+)
+def test_a_full_disk_is_a_line_with_the_path(run, options, name):
+    line = ("export", run, "--to", "global:0.9", *options, "--out", "files")
+    with full_disk(2000):
+        said = fail(*line, code=1)
+    assert said == f"error: {Path('files') / name}: File too large"
+    assert list(Path("files").iterdir()) == []
+    succeed(*line)
+
+
+@pytest.mark.skipif(resource is None, reason="needs limits of files")
+def test_a_full_disk_leaves_the_earlier_file(run):
+    line = ("export", run, "--to", "global:0.9", "--out", "files", "--json", "found.json")
+    succeed(*line)
+    before = [(path, path.read_bytes()) for path in (*Path("files").iterdir(), Path("found.json"))]
+    with full_disk(2000):
+        fail(*line, code=1)
+    with full_disk(len(before[1][1]) - 1):  # enough for the model, not for what is said of it
+        fail(*line, code=1)
+    assert [(path, path.read_bytes()) for path, _ in before] == before
 
 
 @pytest.mark.parametrize(

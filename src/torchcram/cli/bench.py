@@ -70,6 +70,7 @@ def bench(
     with errors_in_a_line():
         import torch
 
+        from torchcram.cli.output import result_output
         from torchcram.cli.tables import show
         from torchcram.experiments.bench.engines import CPU_ENGINES, DEFAULT, check_engines
         from torchcram.experiments.bench.gpu_engines import GPU_ENGINES
@@ -92,23 +93,22 @@ def bench(
             plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
         opened = open_source(source, to or ())
         samples = load(opened.recipe, data, download=download)
-        if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
         cases = opened.cases(samples, device=where, accuracy=accuracy, report=say)
-        with tempfile.TemporaryDirectory() as folder:
-            result = run_bench(
-                cases,
-                opened.recipe,
-                samples,
-                plan=plan,
-                device=where,
-                folder=Path(folder),
-                report=say,
-            )
-        show(size_table(result))
-        for table in speed_tables(result):
-            show(table)
-        kept = [source / FILES[where.type]] if source.is_dir() else []
-        for path in [*kept, *([json] if json else [])]:
-            write_bench(result, path)
-            typer.echo(f"result: {path}")
+        with result_output(json) as write:
+            with tempfile.TemporaryDirectory() as folder:
+                result = run_bench(
+                    cases,
+                    opened.recipe,
+                    samples,
+                    plan=plan,
+                    device=where,
+                    folder=Path(folder),
+                    report=say,
+                )
+            show(size_table(result))
+            for table in speed_tables(result):
+                show(table)
+            if source.is_dir():
+                write_bench(result, source / FILES[where.type])
+                typer.echo(f"result: {source / FILES[where.type]}")
+            write(result)

@@ -90,6 +90,8 @@ def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterat
         else:
             raise
         message = f"{needs} needs {package}, which is missing: {pip}"
+    except BrokenPipeError:  # whoever read standard output has gone; typer ends quietly
+        raise
     except OSError as error:
         known = error.filename is not None and error.strerror
         message = f"{error.filename}: {error.strerror}" if known else str(error)

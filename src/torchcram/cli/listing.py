@@ -63,9 +63,7 @@ def list_(
         str | None,
         typer.Argument(metavar="FILTER", help="Text that the name must contain: resnet20."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of a table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the recipes, models, datasets or operators there are."""
     with errors_in_a_line():

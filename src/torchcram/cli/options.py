@@ -44,7 +44,13 @@ Targets = Annotated[
     ),
 ]
 ResultFile = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="File for the result.")
+    Path | None,
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        allow_dash=True,
+        help="File for the result; - is standard output, which then gets nothing else.",
+    ),
 ]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", file_okay=False, help="Folder of a finished run.")

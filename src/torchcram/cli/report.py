@@ -28,7 +28,7 @@ def report(
     With what `torchcram bench` measured of a run, also its speed and size.
     """
     with errors_in_a_line():
-        from torchcram.files import write_atomically
+        from torchcram.experiments.files import write_atomically
         from torchcram.report.bench_section import read_benches
         from torchcram.report.runs_page import runs_page
         from torchcram.report.sources import read_sources

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram.experiments.differences import explain_differences
-from torchcram.experiments.files import remove_leftovers
-from torchcram.files import write_atomically
+from torchcram.experiments.files import remove_leftovers, write_atomically
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,21 +1,134 @@
-"""Folders that one process works in at a time, and what a killed one leaves there."""
+"""Folders that one process works in at a time, and what a killed process leaves behind."""
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
+import re
+import secrets
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from torchcram import files
 from torchcram.files import SUFFIX
+
+_CODE = re.compile(r"os error (\d+)|code: (\d+)")  # in what safetensors says
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """As `torchcram.files.write_atomically`, with errors that name the file."""
+    with naming_errors(path):
+        files.write_atomically(path, content)
+
+
+@contextmanager
+def naming_errors(path: Path | str) -> Iterator[None]:
+    """Names a file in errors of the system that name none, or one that is temporary.
+
+    Where a disk is full, the system does not say for which file. safetensors raises errors of its
+    own, which become those of the system.
+
+    Args:
+        path: Path of the file that the `with` block writes.
+
+    Raises:
+        OSError: For every error of the system, with the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        known = error.filename is not None and SUFFIX not in str(error.filename)
+        if known or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        code = _CODE.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+        if code is None:
+            raise
+        number = int(code[1] or code[2])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Removes what processes that were killed have left of a file, or of any, in a folder."""
-    for path in folder.glob(f".{'*' if name is None else glob.escape(name)}.[0-9]*{SUFFIX}"):
-        path.unlink(missing_ok=True)
+    """Removes what killed processes have left in a folder; what living ones write stays.
+
+    Args:
+        folder: Folder to look in; it need not be there.
+        name: Name of the file or folder that was being written; by default any.
+    """
+    pattern = f".{'*' if name is None else glob.escape(name)}.[0-9]*{SUFFIX}"
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError), _locks_of(path) as dead:
+            if not dead:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Makes an empty folder beside `path`, for a `with` block; it is removed afterwards.
+
+    If the process is killed, the next call with the same path removes it.
+
+    Args:
+        path: Path whose name the hidden name of the folder begins with.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, path.name)
+    while True:
+        owner = f"{os.getpid()}-{secrets.token_hex(4)}"
+        folder = path.with_name(f".{path.name}.{owner}{SUFFIX}")
+        folder.mkdir()
+        try:
+            with _opened(folder) as number:
+                if not _lock(number) or not folder.exists():
+                    continue  # another process took it for a leftover before it was locked
+                yield folder
+                return
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def folder_written_aside(path: Path) -> Iterator[Path]:
+    """Fills a folder in a `with` block; `path` has all of the new files at once, or none.
+
+    Files and folders of other names that were in `path` stay there. On Linux the exchange is one
+    step; elsewhere a process that is killed between two steps leaves no folder.
+
+    Args:
+        path: Path of the folder, which need not be there.
+    """
+    path = path.resolve()
+    with temporary_folder(path) as folder, naming_errors(path):
+        aside = folder / "new"
+        aside.mkdir()
+        yield aside
+        for written in aside.rglob("*"):
+            if written.is_file():
+                _sync(written)
+        if not path.exists():
+            aside.rename(path)
+        else:
+            new = {written.name for written in aside.iterdir()}
+            shutil.copytree(
+                path,
+                aside,
+                symlinks=True,
+                dirs_exist_ok=True,
+                copy_function=_link,
+                ignore=lambda at, names: new.intersection(names if Path(at) == path else ()),
+            )
+            _exchange(aside, path, folder / "old")
+        _sync(path.parent)
 
 
 @contextmanager
@@ -58,10 +171,61 @@ def taking_turns(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    number = os.open(folder, os.O_RDONLY)
-    try:
+    with _opened(folder) as number:
         with suppress(OSError):  # a network file system may not know locks of folders
             fcntl.flock(number, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _locks_of(temporary: Path) -> Iterator[bool]:
+    """Locks a temporary file or folder and what is in it; gives False if a living process does."""
+    within = temporary.iterdir() if temporary.is_dir() else ()
+    with ExitStack() as opened:
+        numbers = [opened.enter_context(_opened(path)) for path in (temporary, *within)]
+        yield all(map(_lock, numbers))
+
+
+def _lock(number: int) -> bool:
+    """Locks an open file or folder; returns False where another process holds the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where a file that is open cannot be removed
+        return True
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a network file system may not know locks of folders
+        return True
+    return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        yield number
     finally:
         os.close(number)
+
+
+def _sync(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
+    with _opened(path) as number:
+        os.fsync(number)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without such links
+        shutil.copy2(source, target)
+
+
+def _exchange(new: Path, old: Path, trash: Path) -> None:
+    """Gives `new` the name of the folder `old`, and the other way round or to `trash`."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    if swap is None or swap(_HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE):
+        old.rename(trash)
+        new.rename(old)

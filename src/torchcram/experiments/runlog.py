@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram.experiments import json_text
+from torchcram.experiments.files import write_atomically
 from torchcram.experiments.score import ACCURACY
-from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     from types import TracebackType
