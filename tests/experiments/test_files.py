@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+from kills import check_kills, needs_fork
 
 from torchcram.experiments.files import (
     folder_written_aside,
@@ -179,3 +180,23 @@ def test_other_errors_stay_as_they_are(error):
     with pytest.raises(type(error)) as caught, naming_errors("files/name"):
         raise error
     assert caught.value is error
+
+
+@needs_fork
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_is_whole_whenever_the_process_is_killed(tmp_path, there):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    path = folder / "model"
+    if there:
+        fill(path, a="1" * 5000, b="1")
+        (path / "mine").write_text("mine")
+    old = contents(path) if there else None
+
+    def work():
+        if path.exists():  # both files are old, or both are new
+            assert contents(path) in (old, new)
+        fill(path, a="2" * 4000, b="2")
+
+    new = {"a": "2" * 4000, "b": "2", **({"mine": "mine"} if there else {})}
+    assert check_kills(work, folder, sizes=(100, 1000)) > 5
