@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
+needs_limits = pytest.mark.skipif(resource is None, reason="needs limits of file sizes")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
@@ -75,6 +77,17 @@ def _changes(event, arguments, below):
         return False
     names = [os.fsdecode(path) for path in paths if isinstance(path, (str, bytes, os.PathLike))]
     return any(os.path.abspath(name).startswith(below) for name in names)  # noqa: PTH100
+
+
+@contextmanager
+def full_disk(size):
+    """Lets no file get larger, as where the disk is full; for compiled code too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def killed_while_writing(work, size):

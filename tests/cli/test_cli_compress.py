@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import SGD, command, fail, succeed
+from kills import full_disk, needs_limits
 
 from torchcram import artifact
 from torchcram.experiments.results import read_result
@@ -100,6 +101,22 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, monkeyp
     monkeypatch.setattr("torchcram.experiments.outcome.measure", None)
     Path("file").write_text("mine")
     assert "file" in fail("compress", run, "--to", "int4", "--json", "file/found.json")
+
+
+@needs_limits
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--to", "int4", "--save", "small"), "small/int4.safetensors"),
+        (("--to", "int4", "--json", "found.json"), "found.json"),
+        ((), "RUN/result.json"),
+        (("--to", "int4", "--results", "all"), "all/digits/convnet-digits/sgd.json"),
+    ],
+)
+def test_a_full_disk_is_a_line_with_the_path(run, options, name):
+    with full_disk(300):
+        line = fail("compress", run, *options, code=1)
+    assert line == f"error: {name.replace('RUN', str(run))}: File too large"
 
 
 @pytest.mark.parametrize("what", ["compress", "evaluate"])

@@ -1,21 +1,16 @@
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from commands import fail, succeed
+from kills import full_disk, needs_limits
 from nets import same
 from safetensors.torch import load_file
 
 from torchcram import artifact, compressible_weights, sparsity
 from torchcram.experiments.results import read_result
 from torchcram.experiments.train import load_trained
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 CPU = torch.device("cpu")
 
@@ -87,18 +82,7 @@ def test_onnx_files(run):
     assert "int8.onnx" in done.stdout
 
 
-@contextmanager
-def full_disk(size):
-    """Lets no file get larger, as where the disk is full; for compiled code too."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.skipif(resource is None, reason="needs limits of files")
+@needs_limits
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -117,7 +101,7 @@ def test_a_full_disk_is_a_line_with_the_path(run, options, name):
     succeed(*line)
 
 
-@pytest.mark.skipif(resource is None, reason="needs limits of files")
+@needs_limits
 def test_a_full_disk_leaves_the_earlier_file(run):
     line = ("export", run, "--to", "global:0.9", "--out", "files", "--json", "found.json")
     succeed(*line)

@@ -1,5 +1,3 @@
-import hashlib
-import io
 import json
 import math
 import os
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import CPU, Stop, digits, recipe, run, stop_after, weights
+from runs import CPU, Stop, digits, recipe, reseal, run, stop_after, weights
 from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
@@ -275,16 +273,6 @@ def stopped(tmp_path_factory, data):
     with pytest.raises(Stop):
         run(folder / "stopped", recipe(), data, make_step=stop_after(2 * STEPS))
     return folder / "stopped", weights(folder / "whole")
-
-
-def reseal(path, change):
-    """Changes the content of a checkpoint and makes its digest right again."""
-    content = torch.load(io.BytesIO(path.read_bytes().partition(b"\n")[2]), weights_only=True)
-    change(content)
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    digest = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
-    path.write_bytes(b"torchcram-checkpoint 1 " + digest + b"\n" + buffer.getvalue())
 
 
 @pytest.mark.parametrize("wrong", WRONG)
