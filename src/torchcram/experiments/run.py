@@ -166,7 +166,7 @@ class Run:
                     found = Score(record.accuracy, record.metric, record.others)
                 self.seconds += record.seconds
                 if last or record.epoch % checkpoint_interval == 0:
-                    self._save(log)
+                    self._save_after(log)
                 loop.tell(record.epoch, record)
         if found is None:  # it was killed after the last checkpoint
             found = loop.score()
@@ -178,11 +178,15 @@ class Run:
     def _log(self) -> AbstractContextManager[RunLog | None]:
         return RunLog(self.folder, first=self.done + 1) if self.team.first else nullcontext()
 
-    def _save(self, log: RunLog | None) -> None:
-        """Writes a checkpoint; the records that led to it are on the disk before it is."""
-        if log is None:  # which the first process alone has
+    def _save_after(self, log: RunLog | None) -> None:
+        """Writes a checkpoint once the records that led to it are on the disk."""
+        if log is not None:
+            log.sync()
+        self._save()
+
+    def _save(self) -> None:
+        if not self.team.first:
             return
-        log.sync()
         training = state_of(self.model, self.optimizer, self.device)
         state = {"training": training, "seconds": self.seconds}
         who = identity(self.recipe, self.info)
