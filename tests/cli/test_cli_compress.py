@@ -68,7 +68,7 @@ def test_evaluate_takes_compact_files(run, options):
 
 
 def test_a_compact_file_that_does_not_fit_is_named(run):
-    artifact.save("other.safetensors", torch.nn.Linear(3, 3))
+    artifact.save(path="other.safetensors", model=torch.nn.Linear(3, 3))
     line = fail("evaluate", run, "--model", "other.safetensors", code=1)
     assert line.startswith("error: other.safetensors is of another model than this ConvNet: ")
     succeed("export", run, "--to", "global:0.9", "--out", "files")

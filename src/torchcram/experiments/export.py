@@ -156,7 +156,7 @@ def _rounded_(
 ) -> TargetResult:
     """Makes a model what its file gives back, and tests that."""
     with temporary_folder(to / "rounded") as aside, naming_errors(to):
-        artifact.save(aside / "model", model, operator=target.operator, **rounding)
+        artifact.save(path=aside / "model", model=model, operator=target.operator, **rounding)
         artifact.load(aside / "model", model)
     score = score_on_test(model, trained.recipe, data, device=device)
     return replace(target, after=score.value, others=score.others)
@@ -175,7 +175,7 @@ def _write(
     operator = target.operator
     if kind == "torchcram":
         said = _metadata(trained, target)
-        artifact.save(path, model, operator=operator, metadata=said, **rounding)
+        artifact.save(path=path, model=model, operator=operator, metadata=said, **rounding)
         return
     if kind == "safetensors":
         save_model(model, path)
@@ -200,8 +200,8 @@ def _write(
     dims = None if text is None else [{2: torch.export.Dim("tokens", max=text.length)}]
     export_onnx(
         model,
-        (inputs[:SAMPLES],),
-        path,
+        path=path,
+        example=(inputs[:SAMPLES],),
         operator=parse_pruner(operator),
         weights=weights,
         dynamic_dims=dims,

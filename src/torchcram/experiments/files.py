@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchcram import files
@@ -63,8 +63,8 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """
     pattern = f".{'*' if name is None else glob.escape(name)}.[0-9]*{SUFFIX}"
     for path in folder.glob(pattern):
-        with suppress(FileNotFoundError), _locks_of(path) as dead:
-            if not dead:
+        with suppress(FileNotFoundError), _opened(path) as number:
+            if not _lock(number):
                 continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -175,15 +175,6 @@ def taking_turns(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a network file system may not know locks of folders
             fcntl.flock(number, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def _locks_of(temporary: Path) -> Iterator[bool]:
-    """Locks a temporary file or folder and what is in it; gives False if a living process does."""
-    within = temporary.iterdir() if temporary.is_dir() else ()
-    with ExitStack() as opened:
-        numbers = [opened.enter_context(_opened(path)) for path in (temporary, *within)]
-        yield all(map(_lock, numbers))
 
 
 def _lock(number: int) -> bool:
