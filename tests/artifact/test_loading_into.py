@@ -1,11 +1,15 @@
 """What notices that a file was loaded into a model."""
 
+import json
+
 import pytest
 import torch
 from native_library import needs_kernels
+from nets import ConvNet
 from torch import nn
+from torch.optim import SGD
 
-from torchcram import artifact
+from torchcram import CrAM, artifact, compress, compressible_weights
 from torchcram.runtime.modules import SparseLinear
 from torchcram.runtime.packing import check_packed
 
@@ -37,3 +41,21 @@ def test_a_packed_matrix_out_of_a_file_is_checked(tmp_path):
     assert torch.equal(model(x), expected)
     model[0].packed.zero_()
     assert torch.equal(artifact.load(tmp_path / "good", model)(x), expected)
+
+
+def test_the_weights_that_were_trained_are_known_again(tmp_path):
+    path, model = tmp_path / "model.safetensors", ConvNet()
+    weights = compressible_weights(model, skip="fc")
+    CrAM(model, SGD(model.parameters(), lr=0.1), "global:0.5", weights=weights)
+    manifest = artifact.save(model, path)
+    assert manifest.trained == tuple(weights)
+    assert artifact.read_manifest(path) == manifest
+    loaded = artifact.load(path, ConvNet())
+    with pytest.warns(UserWarning, match=r"left dense in training with CrAM: fc\.weight"):
+        compress(loaded, "global:0.9")
+    assert artifact.save(ConvNet(), path).trained == ()
+    assert '"trained"' not in artifact.read_manifest(path).to_json()
+    for junk in (["nowhere"], [3], "fc.weight", None):
+        text = json.dumps({**json.loads(manifest.to_json()), "trained": junk})
+        with pytest.raises(ValueError, match="trained"):
+            artifact.Manifest.from_json(text)

@@ -45,6 +45,7 @@ class Manifest:
         operator: that the model was compressed by, as text; None where it was not said.
         library: version of this library that wrote the file.
         metadata: whatever the writer added: recipe, metrics, the name of the data set.
+        trained: Names of the weights that CrAM trained for compression; empty where not known.
         format: version of the format.
     """
 
@@ -53,6 +54,7 @@ class Manifest:
     operator: str | None = None
     library: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    trained: tuple[str, ...] = ()
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -70,6 +72,8 @@ class Manifest:
             "tied": dict(self.tied),
             "metadata": dict(self.metadata),
         }
+        if self.trained:
+            plain["trained"] = list(self.trained)
         try:
             text = json.dumps(plain, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -92,6 +96,8 @@ class Manifest:
             raise ValueError(
                 f"it is of format {version}, and this version of torchcram reads up to {FORMAT}"
             )
+        if isinstance(plain, dict):
+            plain = {"trained": [], **plain}
         _require_keys(plain, "the manifest", _KEYS)
         if version != FORMAT:
             raise ValueError(f"its manifest has format {version!r}, allowed is {FORMAT}")
@@ -99,8 +105,11 @@ class Manifest:
         for name, other in plain["tied"].items():
             if name in tensors or not isinstance(other, str) or other not in tensors:
                 raise ValueError(f"its manifest ties {name!r} to {other!r}, which is no tensor")
-        del plain["tensors"]
-        return cls(tensors, **plain)
+        trained = plain["trained"]
+        known = tensors.keys() | plain["tied"].keys()
+        if not all(isinstance(name, str) and name in known for name in trained):
+            raise ValueError("its manifest names trained weights that are no tensors of it")
+        return cls(**{**plain, "tensors": tensors, "trained": tuple(trained)})
 
 
 def digest(text: str) -> str:
@@ -115,6 +124,7 @@ _KEYS: dict[str, tuple[type, ...]] = {
     "tensors": (dict,),
     "tied": (dict,),
     "metadata": (dict,),
+    "trained": (list,),
 }
 _ENTRY_KEYS: dict[str, tuple[type, ...]] = {
     "dtype": (str,),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchcram.artifact.reader import Reader
+from torchcram.trained import mark_trained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,18 +74,31 @@ def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
         found = {name: reader.empty(name, parts[name]) for name in parts}
         reader.each(lambda name: reader.decoded(name, parts[name], found[name]))
         return {**found, **{name: found[other] for name, other in tied.items()}}
+    _load_into(reader, model)
+    if reader.manifest.trained:
+        parameters = dict(model.named_parameters())
+        names = [name for name in reader.manifest.trained if name in parameters]
+        mark_trained(model, {name: parameters[name] for name in names})
+    return model
+
+
+def _load_into(reader: Reader, model: nn.Module) -> None:
+    """Loads a file into a model, which stays as it was if that fails."""
     _require_model(reader, model)
+    tied = reader.manifest.tied
     into: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
     into.update(model.named_parameters(remove_duplicate=False))
     renamed = any(name not in into for name in (*reader.manifest.tensors, *tied))
     if renamed or any(map(_loads_itself, model.modules())):
-        state = load(path)
+        state = load(reader.path)
         try:
             with _restored_on_error(model):
                 model.load_state_dict(state)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"{path}: this {type(model).__name__} refuses it: {error}") from error
-        return model
+            raise ValueError(
+                f"{reader.path}: this {type(model).__name__} refuses it: {error}"
+            ) from error
+        return
     _require_own_memory(reader, into)
     parts = reader.each(reader.parts)
     reader.each(lambda name: reader.check(name, parts[name]))
@@ -97,7 +111,6 @@ def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
                 into[alias].copy_(tensor)
 
     reader.each(copy_)
-    return model
 
 
 def verify(path: str | PathLike[str]) -> Manifest:

@@ -23,6 +23,7 @@ from torchcram.layers import layout_of
 from torchcram.operators import Operator, Quantize
 from torchcram.operators.parse import parse_without_pruners
 from torchcram.sharded import is_sharded
+from torchcram.trained import trained_weights
 from torchcram.version import __version__
 from torchcram.weights import LayerWeights, layer_weights
 
@@ -101,7 +102,8 @@ def save(
                 raise ValueError(f"{name!r} cannot be stored beside a tensor named {key!r}")
             parts[key] = _alone(stored[part], memory)
     said = None if operator is None else str(operator)
-    manifest = Manifest(entries, tied, said, __version__, dict(metadata or {}))
+    trained = trained_weights(model) if isinstance(model, nn.Module) else []
+    manifest = Manifest(entries, tied, said, __version__, dict(metadata or {}), tuple(trained))
     _write(Path(path), parts, manifest)
     return manifest
 
