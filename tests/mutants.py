@@ -48,6 +48,8 @@ STATE = ("tests/optim/test_state.py",)
 REFUSED = ("tests/optim/test_bad_input.py",)
 HELD = ("tests/test_finetune.py",)
 NORM = ("tests/test_batchnorm.py",)
+FILES = ("tests/artifact/test_round_trip.py",)
+BAD_FILES = ("tests/artifact/test_bad_files.py",)
 LAYOUTS = ("tests/test_layouts.py",)
 SHARDS = ("tests/test_sharded.py",)
 COVERAGE = ("tests/test_coverage.py",)
@@ -146,6 +148,20 @@ MUTANTS = [
     Mutant("operators/quantize.py", "rows.dim() > 2", "False", SHARDS),
     Mutant("operators/chain.py", "kept[name] & masks[name]", "masks[name]", CHAINS),
     Mutant("operators/chain.py", "reversed(parts)", "parts", CHAINS),
+    Mutant("artifact/reader.py", "crc32(parts) != entry.crc32", "False", BAD_FILES),
+    Mutant("artifact/reader.py", "thorough and sha256(parts) != entry.sha256", "False", BAD_FILES),
+    Mutant(
+        "artifact/reader.py",
+        "require_decodable(parts, self.manifest.tensors[name])",
+        "pass",
+        BAD_FILES,
+    ),
+    Mutant("artifact/reader.py", "            require_parts(parts, form)\n", "", BAD_FILES),
+    Mutant("artifact/encode.py", "as_integers(flat) != 0", "flat != 0", FILES),
+    Mutant("artifact/encode.py", "codes = form.from_rows(codes).view(-1)", "pass", FILES),
+    Mutant("artifact/integers.py", "[*range(sign), -0.0,", "[*range(sign), 0.0,", FILES),
+    Mutant("artifact/manifest.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
+    Mutant("artifact/decode.py", "_has_other_bytes(values):", "False:", BAD_FILES),
 ]
 
 
