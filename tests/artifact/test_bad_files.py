@@ -273,6 +273,22 @@ def test_made_up_manifests_are_refused(whole, path, change, message):
     assert str(path) in str(caught.value)
 
 
+def test_no_memory_is_taken_for_a_size_that_the_parts_do_not_have(whole, path, monkeypatch):
+    forge(path, whole, set_in(*MASK, "shape", to=[8, 1 << 24]))
+    sizes, empty = [], torch.empty
+
+    def watched(*args, **kwargs):
+        memory = empty(*args, **kwargs)
+        sizes.append(memory.numel() if memory.device.type != "meta" else 0)
+        return memory
+
+    monkeypatch.setattr(torch, "empty", watched)
+    with pytest.raises(ValueError, match=r"'mask\.weight': it cannot be decoded"):
+        artifact.load(path)
+    assert sizes
+    assert max(sizes) < 1 << 20
+
+
 def test_one_part_is_not_that_of_two_tensors(whole, path):
     def change(manifest):
         mask = manifest["tensors"]["mask.weight"]
