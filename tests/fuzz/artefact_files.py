@@ -31,6 +31,9 @@ CODES = {
 }
 """What safetensors calls the types."""
 
+OTHER_CODES = ("C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F5")
+"""Types that compact files do not have, or nobody knows."""
+
 
 class Model(nn.Module):
     """A model with a tensor for every encoding and every kind of value."""
@@ -178,7 +181,7 @@ def _change_part(rng, parts):
         if not way:
             parts[key][0], parts[key][1] = "U8", [len(changed)]
     elif way == 3:
-        parts[key][0] = rng.choice(list(CODES.values()))
+        parts[key][0] = rng.choice((*CODES.values(), *OTHER_CODES))
     elif way == 4:
         parts[key][1] = rng.choice(([1, *shape], [*shape, 1], shape[::-1], [len(data)], []))
     else:
