@@ -1,13 +1,14 @@
 # make demo   environment, install, train, compress, show the table, write the report
 # make test   environment, install, lint, types, import layers, tests (ten seconds of fuzzing too)
 # make fuzz   mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
+# make mutants   whether the tests notice small mistakes in the core
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SECONDS ?= 60
 
-.PHONY: demo test fuzz check format clean
+.PHONY: demo test fuzz check format mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -28,6 +29,9 @@ check: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+mutants: $(VENV)/.installed  # mistakes in the core that the tests must notice; several minutes
+	$(BIN)/python tests/mutants.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

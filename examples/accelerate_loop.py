@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchcram import CrAM, compress, tune_batchnorm_
+from torchcram import CrAM, tune_batchnorm_
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 accelerator = Accelerator(gradient_accumulation_steps=2)  # mixed_precision="fp16", "bf16"
@@ -52,7 +52,7 @@ model = accelerator.unwrap_model(model)
 with torch.no_grad():
     accelerator.print(f"dense: {(model.eval()(test).argmax(1) == answers).float().mean():.1%}")
     for target in map(str, cram.operators):
-        small = compress(model, target)
+        small = cram.compress(target)
         tune_batchnorm_(small, images[:1440].split(96))
         found = (small.eval()(test).argmax(1) == answers).float().mean()
         accelerator.print(f"{target}: {found:.1%}")

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from torchcram import CrAM, compress, tune_batchnorm_
+from torchcram import CrAM, tune_batchnorm_
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 cuda = torch.cuda.is_available()
@@ -50,7 +50,7 @@ if distributed.get_rank() == 0:
     right = (module.eval()(images[1440:]).argmax(1) == labels[1440:]).float()
     print(f"dense: {right.mean():.1%}")
     for target in map(str, optimizer.operators):
-        small = compress(module, target)
+        small = optimizer.compress(target)
         tune_batchnorm_(small, images[:1440].split(96))
         right = (small.eval()(images[1440:]).argmax(1) == labels[1440:]).float()
         print(f"{target}: {right.mean():.1%}")

@@ -14,7 +14,7 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from torchcram import CrAM, compress
+from torchcram import CrAM
 from torchcram.optim.checkpoint import TrainingState
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
@@ -55,5 +55,5 @@ if rank == 0:  # and here goes on alone
     model, optimizer = build(sharded=False)
     checkpoint.load({"training": TrainingState(model, optimizer)}, checkpoint_id=folder[0])
     for target in ("global:0.0", *map(str, optimizer.operators)):
-        right = compress(model, target)(images[1440:]).argmax(1) == labels[1440:]
+        right = optimizer.compress(target)(images[1440:]).argmax(1) == labels[1440:]
         print(f"{target.replace('global:0.0', 'dense')}: {right.float().mean():.1%}")

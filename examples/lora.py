@@ -3,8 +3,6 @@
 An MLP learns the digits 0 to 4; its adapters then learn all ten, and the merged net is pruned.
 """
 
-import copy
-
 import torch
 from peft import LoraConfig, get_peft_model
 from sklearn.datasets import load_digits
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torchcram import compressible_weights, sparsity
-from torchcram.integrations.peft import LoraCrAM, merge_sparse
+from torchcram.integrations.peft import LoraCrAM
 
 LEVELS = ("global:0.5", "global:0.7", "global:0.8")
 
@@ -48,7 +46,7 @@ def main(epochs: int = 20) -> dict[str, float]:
         train(model, optimizer, x, y)
     accuracy = {}
     for level in ("global:0.0", *LEVELS):
-        small = merge_sparse(copy.deepcopy(model), level)
+        small = optimizer.compress(level)
         accuracy[level] = (small(test_x).argmax(1) == test_y).float().mean().item()
         zeros = sparsity(compressible_weights(small))
         print(f"{level}: {zeros:.0%} zeros, {accuracy[level]:.1%} right")

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchcram import CrAM, compress, tune_batchnorm_
+from torchcram import CrAM, tune_batchnorm_
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,6 +53,6 @@ for _ in range(EPOCHS):
 
 print(f"dense: {(model.eval()(test).argmax(1) == answers).float().mean():.1%}")
 for target in map(str, optimizer.operators):
-    small = compress(model, target)
+    small = optimizer.compress(target)
     tune_batchnorm_(small, train.split(96))
     print(f"{target}: {(small.eval()(test).argmax(1) == answers).float().mean():.1%}")

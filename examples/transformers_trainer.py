@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from torchcram import CrAM, compress, compressible_weights
+from torchcram import CrAM, compressible_weights
 from torchcram.integrations.transformers import CrAMTrainer
 
 EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
@@ -44,16 +44,14 @@ arguments = TrainingArguments(
 )
 
 
-def chosen(model):
-    return compressible_weights(model, skip="classifier")
-
-
 def cram(model, base):
-    return CrAM(model, base, TARGETS, rho=0.01, weights=chosen(model))
+    weights = compressible_weights(model, skip="classifier")
+    return CrAM(model, base, TARGETS, rho=0.01, weights=weights)
 
 
-CrAMTrainer(model, arguments, train_dataset=train, cram=cram).train()
-small = {target: compress(model, target, weights=chosen(model)) for target in TARGETS}
+trainer = CrAMTrainer(model, arguments, train_dataset=train, cram=cram)
+trainer.train()
+small = {target: trainer.compress(target) for target in TARGETS}
 for name, one in {"dense": model, **small}.items():
     scores = Trainer(one, arguments).predict(test).predictions
     print(f"{name}: {(scores.argmax(1) == labels[1440:].numpy()).mean():.1%}")

@@ -26,10 +26,13 @@ def succeed(*arguments):
     return done
 
 
-def fail(*arguments):
-    """Runs a command that is to fail in one line, which is returned."""
+def fail(*arguments, code=None):
+    """Runs a command that is to fail in one line, which is returned; `code` is 1 or 2 if not said.
+
+    tests/cli/test_cli_usage.py tells which errors have which.
+    """
     done = command(*arguments)
-    assert done.exit_code == 1, done.output
+    assert done.exit_code in ((1, 2) if code is None else (code,)), done.output
     assert isinstance(done.exception, SystemExit)  # no traceback
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.stderr.splitlines()[-1] == line

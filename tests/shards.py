@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from nets import Experts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +11,10 @@ from torch.nn.functional import cross_entropy
 
 
 class UnevenNet(nn.Module):
-    """Few rows, rows that no number of ranks divides, inputs that shards cut, an unused layer."""
+    """Few rows, rows that no number of ranks divides, inputs that shards cut, an unused layer.
+
+    Shards cut the q, k and v of attention, and hold two of three experts, one or none.
+    """
 
     def __init__(self):
         super().__init__()
@@ -18,6 +22,8 @@ class UnevenNet(nn.Module):
         self.up = nn.ConvTranspose2d(12, 24, 2)  # 3 inputs on each of 4 ranks
         self.grouped = nn.ConvTranspose2d(24, 24, 2, groups=3)  # 6 of inputs in groups of 8
         self.norm = nn.LayerNorm(24)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.experts = Experts(3, 24, 4, transposed=True)
         self.fc = nn.Linear(24, 5)
         self.gate = nn.Linear(24, 1)
         self.unused = nn.Linear(4, 3)
@@ -25,6 +31,9 @@ class UnevenNet(nn.Module):
     def forward(self, x):
         x = torch.relu(self.grouped(torch.relu(self.up(torch.relu(self.conv(x))))))
         x = self.norm(x.mean((2, 3)))
+        tokens = x.unflatten(1, (4, 6))
+        x = x + self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+        x = x + self.experts(x)
         return self.fc(x) * torch.sigmoid(self.gate(x))
 
 

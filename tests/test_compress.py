@@ -1,6 +1,6 @@
 import pytest
 import torch
-from nets import OPERATORS, ConvNet, same, snapshot
+from nets import OPERATORS, ConvNet, SequenceNet, same, snapshot
 
 from torchcram import (
     GlobalTopK,
@@ -15,9 +15,10 @@ from torchcram import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaves dense")
 
 
+@pytest.mark.parametrize("net", [ConvNet, SequenceNet])
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
-def test_a_copy_is_compressed_and_the_model_is_not(operator):
-    model = ConvNet()
+def test_a_copy_is_compressed_and_the_model_is_not(operator, net):
+    model = net()
     before = snapshot(model)
     twin = compress(model, operator)
     assert same(snapshot(model), before)

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from nets import ConvNet, closure_for, images, same, snapshot
@@ -90,6 +92,21 @@ def test_moments_that_are_there_already_are_cleared():
     hold_masks(optimizer, weights, masks)
     for name in ("conv1.weight", "fc.weight"):
         assert all((state[~masks[name]] == 0).all() for state in moments(optimizer, weights[name]))
+
+
+def test_momentum_that_comes_back_from_before_the_masks():
+    model, optimizer, weights, masks = build(SGD, momentum=0.9)
+    for _ in range(3):
+        optimizer.step(closure_for(model, optimizer, images()))
+    dense = copy.deepcopy(optimizer.state_dict())
+    with hold_masks(optimizer, weights, masks):
+        optimizer.load_state_dict(dense)  # its momentum moves pruned weights, too
+        (momentum,) = moments(optimizer, weights["fc.weight"])
+        assert (momentum[~masks["fc.weight"]] != 0).any()
+        for _ in range(3):
+            optimizer.step(closure_for(model, optimizer, images()))
+            for name, mask in masks.items():
+                assert (weights[name][~mask] == 0).all(), name
 
 
 def test_with_cram_closure_and_context_take_the_same_step():

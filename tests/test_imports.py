@@ -21,7 +21,7 @@ def imported(statement):
 
 
 def test_nothing_heavy_comes_along():
-    extra = imported("import torch, torchcram") - imported("import torch")
+    extra = imported("from torchcram import *") - imported("import torch")
     ours = {name for name in extra if name.split(".")[0] == "torchcram"}
     assert not {name for name in extra if name in HEAVY}
     others = {name for name in extra - ours if not name.startswith("torch.")}
@@ -61,5 +61,52 @@ def test_every_module_of_the_experiments_can_be_imported_first():
         ".".join(("torchcram", *path.relative_to(source).with_suffix("").parts)) for path in paths
     ]
     command = [sys.executable, "-W", "ignore", "-c", ALONE, *names]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not out.stdout, out.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["compress"], 2),
+    ],
+)
+def test_the_command_line_answers_without_torch(arguments, code):
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['torchcram', *{arguments!r}]\n"
+        "try:\n"
+        "    runpy.run_module('torchcram', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    code = end.code\n"
+        "print('torch' in sys.modules, code)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert out.stdout.splitlines()[-1] == f"False {code}", out.stderr
+
+
+ORDERS = [
+    "import torchcram",
+    "import torchcram.compress",  # the module, whose name a function has too
+    "import torchcram.optim, torchcram.compress",
+    "from torchcram.compress import compress_",
+    "from torchcram import *",
+]
+CHECKS = """
+import torchcram, torchcram.weights
+from torchcram import compress, CrAM
+assert compress is torchcram.compress and callable(compress)
+assert CrAM is torchcram.optim.CrAM
+assert set(torchcram.__all__) <= set(dir(torchcram))
+assert not hasattr(torchcram, "nothing")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_public_names_are_the_same_whatever_is_imported_first():
+    program = ALONE.replace("importlib.import_module(name)", "exec(name)")
+    command = [sys.executable, "-c", program, *(f"{order}\n{CHECKS}" for order in ORDERS)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not out.stdout, out.stderr[-2000:]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram import NM, GlobalTopK, Quantize, UniformTopK
+from torchcram.layers import Layout
 from torchcram.sharded import Part, block_maxima, complete_blocks, is_sharded, local, part_of
 from torchcram.weights import LayerWeights
 
@@ -105,12 +106,46 @@ def test_cut_inputs_are_compressed_as_the_whole(operator, groups, inputs, size, 
     warnings.simplefilter("ignore")
     whole = torch.randn(groups * inputs, 2, 2, 2)
     whole = (whole * 2).round() if tied else whole
-    alone = LayerWeights({"w": whole.clone()}, {"w": groups})
+    layouts = {"w": Layout(transposed=True, groups=groups)}
+    alone = LayerWeights({"w": whole.clone()}, layouts)
     mask = operator.compress_(alone)
 
     def compressed(rows, part):
-        weights = LayerWeights({"w": rows}, {"w": groups}, {"w": part})
+        weights = LayerWeights({"w": rows}, layouts, {"w": part})
         masks = operator.compress_(weights)
+        return rows, torch.ones_like(rows) if masks is None else masks["w"]
+
+    parts = on_ranks(whole, size, compressed)
+    assert torch.equal(torch.cat([rows for rows, _ in parts]), alone["w"])
+    if mask is not None:
+        assert torch.equal(torch.cat([kept for _, kept in parts]), mask["w"])
+
+
+FUSED = {
+    "attention": ((3 * 4, 8), Layout(layers=3)),
+    "experts": ((5, 4, 8), Layout(layers=5, stacked=True)),
+    "transposed experts": ((5, 8, 4), Layout(layers=5, stacked=True, transposed=True)),
+    "Conv1D": ((8, 12), Layout(transposed=True)),
+}
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from(sorted(FUSED)),
+    st.sampled_from([*OPERATORS, Quantize(4, 8), NM(1, 8)]),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_fused_layers_are_compressed_as_the_whole(kind, operator, size, tied):
+    warnings.simplefilter("ignore")
+    shape, layout = FUSED[kind]
+    whole = torch.randn(shape)
+    whole = (whole * 2).round() if tied else whole
+    alone = LayerWeights({"w": whole.clone()}, {"w": layout})
+    mask = operator.compress_(alone)
+
+    def compressed(rows, part):
+        masks = operator.compress_(LayerWeights({"w": rows}, {"w": layout}, {"w": part}))
         return rows, torch.ones_like(rows) if masks is None else masks["w"]
 
     parts = on_ranks(whole, size, compressed)

@@ -3,25 +3,42 @@ import torch
 from nets import ConvNet
 from torch import nn
 
-from torchcram import compressible_weights, masks_of, sparsity
+from torchcram import CoverageWarning, compressible_weights, masks_of, sparsity
+from torchcram.layers import Layout
 from torchcram.weights import apply_masks_, reduction_last, weights_in
 
 
-def test_only_convolutions_and_linear_layers_by_module_type():
+def test_layers_that_multiply_by_a_matrix_and_nothing_else():
     model = nn.ModuleDict(
         {
             "emb": nn.Embedding(10, 4),
             "conv": nn.Conv1d(4, 4, 3),
             "up": nn.ConvTranspose3d(4, 4, 2),
             "norm": nn.LayerNorm(4),
-            "att": nn.MultiheadAttention(4, 2),
+            "att": nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            "cross": nn.MultiheadAttention(4, 2, kdim=3, vdim=5),
+            "rnn": nn.LSTM(4, 4, bidirectional=True, proj_size=2),
+            "cell": nn.GRUCell(4, 4),
             "fc": nn.Linear(4, 4),
         }
     )
     model.register_parameter("token", nn.Parameter(torch.zeros(3, 3)))
-    names = list(compressible_weights(model))
-    assert names == ["conv.weight", "up.weight", "att.out_proj.weight", "fc.weight"]
-    assert compressible_weights(model).transposed == {"up.weight": 1}
+    weights = compressible_weights(model)
+    projections = [f"{letter}_proj_weight" for letter in "qkv"]
+    recurrent = [f"weight_{kind}_l0{d}" for d in ("", "_reverse") for kind in ("ih", "hh", "hr")]
+    assert list(weights) == [
+        "conv.weight",
+        "up.weight",
+        *("att.in_proj_weight", "att.out_proj.weight"),
+        *(f"cross.{name}" for name in (*projections, "out_proj.weight")),
+        *(f"rnn.{name}" for name in recurrent),
+        *("cell.weight_ih", "cell.weight_hh"),
+        "fc.weight",
+    ]
+    assert weights.layouts == {
+        "up.weight": Layout(transposed=True),
+        "att.in_proj_weight": Layout(layers=3),
+    }
 
 
 def test_tied_weights_appear_once_and_embeddings_never():
@@ -37,7 +54,8 @@ def test_tied_weights_appear_once_and_embeddings_never():
 
 def test_parametrized_layers_do_not_get_in_the_way():
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
-    assert list(compressible_weights(model)) == ["0.weight"]
+    with pytest.warns(CoverageWarning, match=r"50% .* compressed: 1\.parametrizations\.weight\."):
+        assert list(compressible_weights(model)) == ["0.weight"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +113,7 @@ def test_groups_of_transposed_convolutions_are_apart():
 def test_a_plain_mapping_gets_its_layers_back():
     model = ConvNet()
     plain = dict(compressible_weights(model, only="up|fc"))
-    assert weights_in(model, plain).transposed == {"up.weight": 1}
+    assert weights_in(model, plain).layouts == {"up.weight": Layout(transposed=True)}
     with pytest.raises(
         ValueError, match=r"weights\['up.weight'\] is not a parameter of this ConvNet"
     ):

@@ -15,6 +15,46 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torchcram.passes import eval_mode, forward
 
 
+class FrozenStatistics:
+    """Running statistics of a model that `freeze` stops and `restore` sets going again.
+
+    Covers every batch norm (SyncBatchNorm included) and instance norm in training mode. `restore`
+    may be called at any time and any number of times.
+
+    Args:
+        model: Model whose layers are frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[_NormBase] = []
+        modules = [model]
+        while modules:  # several times faster than model.modules(), and done at every step
+            module = modules.pop()
+            modules.extend(child for child in module._modules.values() if child is not None)
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                self._layers.append(module)
+        # instance norm updates its buffers whatever the flag says, so they are taken away meanwhile
+        self._buffers = [
+            (layer, dict(layer._buffers))
+            for layer in self._layers
+            if isinstance(layer, _InstanceNorm)
+        ]
+
+    def freeze(self) -> None:
+        """Lets layers normalise by batch statistics without updating a running buffer."""
+        for layer in self._layers:
+            layer.track_running_stats = False
+        for layer, buffers in self._buffers:
+            layer._buffers.update(dict.fromkeys(buffers))
+
+    def restore(self) -> None:
+        """Lets layers update their running buffers again."""
+        for layer in self._layers:
+            layer.track_running_stats = True
+        for layer, buffers in self._buffers:
+            layer._buffers.update(buffers)
+
+
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
     """Normalises by batch statistics as in training, but updates no running buffer meanwhile.
@@ -22,26 +62,12 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     Covers every batch norm (SyncBatchNorm included) and instance norm; layers in eval mode go on as
     they are.
     """
-    layers: list[_NormBase] = []
-    modules = [model]
-    while modules:  # several times faster than model.modules(), and done at every step
-        module = modules.pop()
-        modules.extend(child for child in module._modules.values() if child is not None)
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            layers.append(module)
-    # instance norm updates its buffers whatever the flag says, so they are taken away meanwhile
-    taken = [(layer, dict(layer._buffers)) for layer in layers if isinstance(layer, _InstanceNorm)]
+    statistics = FrozenStatistics(model)
     try:
-        for layer in layers:
-            layer.track_running_stats = False
-        for layer, buffers in taken:
-            layer._buffers.update(dict.fromkeys(buffers))
+        statistics.freeze()
         yield
     finally:
-        for layer in layers:
-            layer.track_running_stats = True
-        for layer, buffers in taken:
-            layer._buffers.update(buffers)
+        statistics.restore()
 
 
 @torch.no_grad()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.coverage import treat_alike
 from torchcram.operators import Operator, as_operator
 from torchcram.sharded import fsdp_modules
+from torchcram.trained import copy_marks, warn_of_untrained
 from torchcram.weights import weights_in
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ def compress_(
     operator = as_operator(operator)
     if operator.is_range:
         raise ValueError(f"{operator} is a range to train over; to compress, give one sparsity")
-    masks = operator.compress_(weights_in(model, weights).local())
+    chosen = weights_in(model, weights)
+    warn_of_untrained(chosen)
+    masks = operator.compress_(chosen.local())
     torch.clear_autocast_cache()  # it may hold copies of the weights
     return masks
 
@@ -47,6 +51,8 @@ def compress(
         raise ValueError("a model sharded by FSDP cannot be copied: compress_() it in place")
     names = weights_in(model, weights).keys()
     twin = copy.deepcopy(model)
+    treat_alike(model, twin)
+    copy_marks(model, twin)
     parameters = dict(twin.named_parameters())
     compress_(twin, operator, weights={name: parameters[name] for name in names})
     return twin

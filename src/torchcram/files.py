@@ -37,10 +37,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     by the next call: the lock on the folder, which the system gives back when a process dies, tells
     it from what is being written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in _temporaries(path.parent, path.name):
-        remove_if_dead(leftover)
-    with _own_folder(path) as folder:
+    with temporary_folder(path) as folder:
         aside = folder / _CONTENT
         yield aside
         with aside.open("rb+") as file:
@@ -78,11 +75,18 @@ def _temporaries(folder: Path, name: str) -> list[Path]:
 
 
 @contextmanager
-def _own_folder(path: Path) -> Iterator[Path]:
-    """Makes a temporary folder for `path`, locked for a `with` block and removed after it.
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Makes a temporary folder beside `path`, locked for a `with` block and removed after it.
 
-    A folder rather than a file: safetensors puts temporary files of its own beside what it writes.
+    Removes what killed processes have left of the same path first. A folder rather than a file:
+    safetensors puts temporary files of its own beside what it writes.
+
+    Args:
+        path: Path whose name the hidden name of the folder begins with.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in _temporaries(path.parent, path.name):
+        remove_if_dead(leftover)
     mode = stat.S_IMODE(path.parent.stat().st_mode) | stat.S_IRWXU  # as `let_read` expects
     while True:
         owner = f"{os.getpid()}-{secrets.token_hex(4)}"

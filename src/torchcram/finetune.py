@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.messages import list_names
 from torchcram.sharded import local
 from torchcram.weights import LayerWeights, apply_masks_, zero_unmasked_
 
@@ -86,7 +87,9 @@ def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMask
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, mask in masks.items():
         if name not in weights:
-            raise ValueError(f"there is a mask for {name!r}, but only weights {', '.join(weights)}")
+            raise ValueError(
+                f"there is a mask for {name!r}, but only weights {list_names(weights)}"
+            )
         shape = local(weights[name]).shape
         if mask.shape != shape or mask.dtype != torch.bool:
             raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,6 +20,29 @@ Masks = Mapping[str, Tensor]
 """Boolean masks with the keys and shapes of the weights; True keeps."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a layer uses its weight: where the outputs and inputs are, how many layers it holds.
+
+    The default is the weight of a Linear or ordinary convolution layer: (outputs, inputs, *kernel).
+
+    Attributes:
+        transposed: Whether the inputs come before the outputs: (inputs, outputs, *kernel).
+        groups: Number of groups of a transposed convolution, one after another along dimension 0.
+        layers: Number of layers in the weight, one after another along dimension 0: three for the
+            q, k and v of attention, as many as there are experts for those of a mixture.
+        stacked: Whether dimension 0 is that of the layers alone: (layers, outputs, inputs).
+    """
+
+    transposed: bool = False
+    groups: int = 1
+    layers: int = 1
+    stacked: bool = False
+
+
+PLAIN = Layout()
+
+
 class LayerWeights(dict[str, Tensor]):
     """Weights that remember how their layers use them and how they are spread over processes.
 
@@ -26,19 +50,19 @@ class LayerWeights(dict[str, Tensor]):
     weight are. Weights in a plain mapping count as those of Linear and ordinary convolution layers.
 
     Attributes:
-        transposed: the groups of the layers that are transposed convolutions.
-        parts: which rows of a weight are on this process, where that is not all of them.
-        sharded: whether some are DTensors still, whose rows here `local()` gives.
+        layouts: How layers use their weights, by name, where that is not as Linear layers do.
+        parts: Rows of each weight on this process, where these are not all of them.
+        sharded: Whether some are DTensors still, whose rows here `local()` gives.
     """
 
     def __init__(
         self,
         weights: Weights,
-        transposed: Mapping[str, int] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
         parts: Mapping[str, Part] | None = None,
     ) -> None:
         super().__init__(weights)
-        self.transposed = dict(transposed or {})
+        self.layouts = dict(layouts or {})
         self.sharded = any(map(is_sharded, self.values()))
         self.parts = dict(parts or {})
         if self.sharded:
@@ -50,12 +74,34 @@ class LayerWeights(dict[str, Tensor]):
         if not self.sharded:
             return self
         here = {name: local(weight) for name, weight in self.items()}
-        return LayerWeights(here, self.transposed, self.parts)
+        return LayerWeights(here, self.layouts, self.parts)
 
 
 def local_weights(weights: Weights) -> Weights:
     """Returns what this process holds of `weights`; nothing changes where they are whole."""
     return weights.local() if isinstance(weights, LayerWeights) else weights
+
+
+def some_of(weights: Weights, names: Iterable[str]) -> LayerWeights:
+    """Returns the weights of these names, with what is known of their layers."""
+    return like(weights, {name: weights[name] for name in names})
+
+
+def like(weights: Weights, tensors: Weights) -> LayerWeights:
+    """Returns `tensors`, scores say, with the layers and the rows of the weights of their names."""
+    layouts: Mapping[str, Layout] = getattr(weights, "layouts", {})
+    parts: Mapping[str, Part] = getattr(weights, "parts", {})
+    return LayerWeights(
+        tensors,
+        {name: layouts[name] for name in tensors if name in layouts},
+        {name: parts[name] for name in tensors if name in parts},
+    )
+
+
+def layout_of(weights: Weights, name: str) -> Layout:
+    """Returns how the layer behind a weight uses it."""
+    layouts: Mapping[str, Layout] = getattr(weights, "layouts", {})
+    return layouts.get(name, PLAIN)
 
 
 def part_here(weights: Weights, name: str) -> Part | None:
@@ -73,43 +119,57 @@ def whole_shape(weights: Weights, name: str) -> torch.Size:
 def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) -> Tensor:
     """Views a weight as (groups, outputs, *kernel positions, inputs): sums run over the last one.
 
+    The groups are those of a transposed convolution, or the experts of a mixture; q, k and v of
+    attention are outputs of one group.
+
     Args:
-        weights: all weights.
-        name: of the one to view; `cut_inputs` is None for it.
-        tensor: something of its shape, its mask say, to view in its stead.
+        weights: All weights.
+        name: Name of the weight to view; `cut_inputs` is None for it.
+        tensor: Tensor of the same shape, a mask say, to view in its stead.
     """
     tensor = weights[name] if tensor is None else tensor
-    _require_inputs(name, tensor)
-    groups = _groups_if_transposed(weights, name)
-    if groups is None:  # (outputs, inputs, *kernel)
-        return tensor.unsqueeze(0).movedim(2, -1)
-    view: Tensor = tensor.unflatten(0, (groups, -1))  # (groups, inputs, outputs, *kernel)
-    return view.movedim(1, -1)
+    layout = layout_of(weights, name)
+    _require_inputs(name, tensor, layout)
+    groups = tensor if layout.stacked else tensor.unflatten(0, (layout.groups, -1))
+    view: Tensor = groups.movedim(1 if layout.transposed else 2, -1)
+    return view
 
 
 def count_inputs(weights: Weights, name: str) -> int:
     """Returns over how many inputs an output of a layer sums, per position of the kernel."""
     shape = whole_shape(weights, name)
-    _require_inputs(name, weights[name])
-    groups = _groups_if_transposed(weights, name)
-    return shape[1] if groups is None else shape[0] // groups
+    layout = layout_of(weights, name)
+    _require_inputs(name, weights[name], layout)
+    if layout.stacked:
+        return shape[1 if layout.transposed else 2]
+    return shape[0] // layout.groups if layout.transposed else shape[1]
 
 
 def cut_inputs(weights: Weights, name: str) -> Part | None:
     """Returns which inputs of a layer are here, where its inputs are what is cut, else None.
 
-    Rows are outputs, and each of them is whole; only in transposed convolutions they are inputs.
+    Rows are outputs or experts, and each of them is whole; but where the inputs come first, as in
+    transposed convolutions, rows are inputs.
     """
-    transposed = _groups_if_transposed(weights, name) is not None
-    return part_here(weights, name) if transposed else None
+    layout = layout_of(weights, name)
+    return part_here(weights, name) if layout.transposed and not layout.stacked else None
 
 
-def _groups_if_transposed(weights: Weights, name: str) -> int | None:
-    transposed: Mapping[str, int] = getattr(weights, "transposed", {})
-    return transposed.get(name)
+def split_layers(weights: Weights, name: str) -> list[Tensor]:
+    """Returns what is here of each layer that a weight holds, as views; mostly it holds one."""
+    weight, layers = weights[name], layout_of(weights, name).layers
+    if layers == 1:
+        return [weight]
+    part = part_here(weights, name)
+    here = range(len(weight)) if part is None else part.here
+    rows = whole_shape(weights, name)[0] // layers
+    ends = [
+        min(max(rows * layer, here.start), here.stop) - here.start for layer in range(1, layers)
+    ]
+    return list(weight.tensor_split(ends))
 
 
-def _require_inputs(name: str, tensor: Tensor) -> None:
-    if tensor.dim() < 2:
+def _require_inputs(name: str, tensor: Tensor, layout: Layout) -> None:
+    if tensor.dim() < 2 + layout.stacked:
         shape = tuple(tensor.shape)
         raise ValueError(f"{name!r} of shape {shape} has no output and input dimension")

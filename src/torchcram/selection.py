@@ -131,9 +131,14 @@ def keep_largest_in_rows(rows: Tensor, keep: int) -> Tensor:
     return mask.scatter_(-1, order[..., :keep], True)
 
 
-def shards_of(weights: Weights) -> list[Shards] | None:
-    """Returns how each of the local `weights` is spread; None where all of them are whole."""
-    parts = [part_here(weights, name) for name in weights]
+def shards_of(weights: Weights, names: Iterable[str] | None = None) -> list[Shards] | None:
+    """Returns how local weights are spread; None where all of them are whole.
+
+    Args:
+        weights: All weights.
+        names: Names of the weights to tell of, of which some may be repeated; by default all.
+    """
+    parts = [part_here(weights, name) for name in (weights if names is None else names)]
     if not any(parts):
         return None
     made = {

@@ -9,21 +9,33 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from torchcram.layers import LayerWeights, Masks, Weights, local_weights, reduction_last
+from torchcram.coverage import CoverageWarning, warn_uncovered
+from torchcram.layers import (
+    LayerWeights,
+    Masks,
+    Weights,
+    like,
+    local_weights,
+    reduction_last,
+    some_of,
+)
+from torchcram.layouts import KINDS, find_layer_weights
+from torchcram.messages import list_names
 from torchcram.sharded import fsdp_modules, local, part_of, reshard
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
+    "CoverageWarning",
     "LayerWeights",
     "Masks",
     "Weights",
     "apply_masks_",
     "compressible_weights",
     "cuda_kernels",
+    "layer_weights",
     "mask_gradients_",
     "masks_of",
     "reduction_last",
@@ -41,13 +53,12 @@ def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
     """
     if weights is None:
         return compressible_weights(model)
-    reshard(fsdp_modules(model))
+    known = layer_weights(model)
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():
         if parameters.get(name) is not weight:
             raise ValueError(f"weights[{name!r}] is not a parameter of this {type(model).__name__}")
-    known = _layer_weights(model).transposed
-    return LayerWeights(weights, {name: known[name] for name in weights if name in known})
+    return like(known, weights)
 
 
 def compressible_weights(
@@ -57,27 +68,30 @@ def compressible_weights(
     skip: str | None = None,
     dense_ends: bool = False,
 ) -> LayerWeights:
-    """Returns the weights of all convolution and Linear layers of `model`, by parameter name.
+    """Returns the weights of all layers of `model` that multiply by a matrix, by parameter name.
 
-    Embeddings, norms, biases and bare parameters are never compressible; neither is a Linear weight
-    that is tied to an embedding. A model that FSDP shards drops what it has gathered first, so call
-    this between passes.
+    Those are the weights of convolution and Linear layers and of Transformers' Conv1D, the input
+    projections of nn.MultiheadAttention, the input and recurrent weights of nn.LSTM, GRU, RNN and
+    their cells, and the fused weights of experts (three dimensions, in a module called `experts`).
+    Embeddings, norms, biases and other bare parameters are never compressible; neither is a Linear
+    weight that is tied to an embedding. Parameters that could be weights of layers not known here
+    are named in a `CoverageWarning`, once for each model, where they are more than a tenth of all.
+
+    A model that FSDP shards drops what it has gathered first, so call this between passes.
 
     Args:
-        model: any module.
-        only: a regular expression; names in which it is not found are left out.
-        skip: a regular expression; names in which it is found are left out.
-        dense_ends: leave out the first and the last compressible layer of the model.
+        model: Any module.
+        only: Regular expression; names in which it is not found are left out.
+        skip: Regular expression; names in which it is found are left out.
+        dense_ends: Whether to leave out the first and the last compressible layer of the model.
 
     Raises:
         ValueError: if a pattern matches no name, or nothing is left.
     """
-    found = _layer_weights(model)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no compressible weights: no convolution, no Linear layer"
-        )
-    names = list(found)
+    weights = layer_weights(model)
+    if not weights:
+        raise ValueError(f"{type(model).__name__} has no compressible weights: no {KINDS}")
+    names = list(weights)
     chosen = names[1:-1] if dense_ends else names
     for option, pattern in (("only", only), ("skip", skip)):
         if pattern is None:
@@ -85,42 +99,27 @@ def compressible_weights(
         matching = {name for name in names if _pattern(option, pattern).search(name)}
         if not matching:
             raise ValueError(
-                f"{option}={pattern!r} matches no compressible weight out of: {', '.join(names)}"
+                f"{option}={pattern!r} matches no compressible weight out of: {list_names(names)}"
             )
         chosen = [name for name in chosen if (name in matching) == (option == "only")]
     if not chosen:
         raise ValueError(
             f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave nothing out of: "
-            + ", ".join(names)
+            + list_names(names)
         )
-    transposed = {name: found.transposed[name] for name in chosen if name in found.transposed}
-    return LayerWeights({name: found[name] for name in chosen}, transposed)
+    if only is None and skip is None:
+        warn_uncovered(model, weights)
+    return some_of(weights, chosen)
 
 
-def _layer_weights(model: nn.Module) -> LayerWeights:
+def layer_weights(model: nn.Module) -> LayerWeights:
+    """Returns all compressible weights of `model`, without a warning; there may be none."""
     reshard(fsdp_modules(model))  # gathered copies are no parameters
-    embeddings = {
-        id(weight)
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for weight in module.parameters(recurse=False)
-    }
-    layers = {
-        id(module._parameters["weight"]): module
-        for module in model.modules()
-        if isinstance(module, (_ConvNd, nn.Linear)) and module._parameters.get("weight") is not None
-    }
-    weights, transposed = {}, {}
-    for name, parameter in model.named_parameters():  # yields a tied parameter once
-        if id(parameter) not in layers or id(parameter) in embeddings:
-            continue
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+    weights = find_layer_weights(model)
+    for name, weight in weights.items():
+        if isinstance(weight, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} has no shape yet: run one batch through the model first")
-        weights[name] = parameter
-        layer = layers[id(parameter)]
-        if isinstance(layer, _ConvTransposeNd):
-            transposed[name] = layer.groups
-    return LayerWeights(weights, transposed)
+    return weights
 
 
 def _pattern(option: str, pattern: str) -> re.Pattern[str]:

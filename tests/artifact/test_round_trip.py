@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nets import OPERATORS, ConvNet
+from nets import OPERATORS, ConvNet, Experts, SequenceNet
 from torch import nn
 
 from torchcram import (
@@ -22,7 +22,7 @@ from torchcram import (
 )
 from torchcram.artifact import places
 from torchcram.artifact.integers import same_bits
-from torchcram.layers import LayerWeights
+from torchcram.layers import LayerWeights, Layout
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 MORE = [
@@ -71,6 +71,42 @@ def test_every_operator_and_type(path, operator, dtype):
     same(twin.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("operator", [*OPERATORS, *MORE], ids=str)
+def test_layers_that_share_a_weight_or_have_their_inputs_first(path, operator):
+    model = SequenceNet()
+    compress_(model, operator)
+    round_trip(path, model, operator=operator)
+    twin = artifact.load(path, SequenceNet())
+    same(twin.state_dict(), model.state_dict())
+    x = torch.randn(2, 4, 6, 6)
+    assert torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("operator", "encoding"),
+    [
+        ("nm:2:4", "nm:2:4"),
+        ("int4", "dense+int4"),
+        ("int4:g32", "dense+int4:g32"),
+        ("nm:2:4+int4", "nm:2:4+int4"),
+    ],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_patterns_and_scales_of_experts_are_found(path, operator, encoding, transposed):
+    model = nn.ModuleDict({"experts": Experts(3, 64, 64, transposed=transposed)})
+    compress_(model, operator)
+    assert set(round_trip(path, model).values()) == {encoding}
+
+
+@pytest.mark.parametrize(
+    ("operator", "encoding"), [("nm:2:4", "nm:2:4"), ("int4:g32", "dense+int4:g32")]
+)
+def test_patterns_and_scales_of_conv1d_of_transformers_are_found(path, operator, encoding):
+    model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(32, 64))
+    compress_(model, operator)
+    assert round_trip(path, model)["0.weight"] == encoding
+
+
 sizes = st.integers(0, 9)
 special = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, 3e-39, -3e38, float("inf"), float("nan")])
 
@@ -94,11 +130,11 @@ def tensors(draw):
 @given(tensors(), st.sampled_from([*OPERATORS, *MORE, None]), st.sampled_from(FLOATS), st.data())
 def test_odd_tensors(path, tensor, operator, dtype, data):
     tensor = tensor.to(dtype)
-    transposed = {}
+    layouts = {}
     if tensor.dim() > 2 and tensor.numel() and data.draw(st.booleans()):
-        transposed["weight"] = 2 if len(tensor) % 2 == 0 else 1
+        layouts["weight"] = Layout(transposed=True, groups=2 if len(tensor) % 2 == 0 else 1)
     if operator is not None and tensor.dim() > 1 and tensor.numel():
-        operator.compress_(LayerWeights({"weight": tensor}, transposed))
+        operator.compress_(LayerWeights({"weight": tensor}, layouts))
     round_trip(path, {"weight": tensor}, operator=operator)
 
 

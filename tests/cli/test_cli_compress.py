@@ -2,8 +2,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from commands import SGD, command, fail, succeed
+from kills import full_disk, needs_limits
 
+from torchcram import artifact
 from torchcram.experiments.results import read_result
 
 
@@ -46,6 +49,39 @@ def test_evaluate_tests_the_model_or_a_file(run):
     assert re.search(r"sparsity (89\.99|90\.0[01]) %", done.stdout)
 
 
+def test_saved_models_are_tuned_on_the_first_calibration_set(run):
+    succeed("compress", run, "--to", "global:0.9", "--save", "one")
+    succeed("compress", run, "--to", "global:0.9", "--save", "three", "--bnt-trials", 3)
+    one, three = (Path(name, "global-0.9.safetensors") for name in ("one", "three"))
+    assert one.read_bytes() == three.read_bytes()
+
+
+@pytest.mark.parametrize("options", [(), ("--values", "fp16")])
+def test_evaluate_takes_compact_files(run, options):
+    words = ("--to", "global:0.9+int4", *options, "--out", "files", "--json", "found.json")
+    succeed("export", run, *words)
+    (path,) = Path("files").iterdir()
+    after = read_result("found.json").seeds[0].targets[0].after
+    done = succeed("evaluate", run, "--model", path)
+    assert done.stdout.startswith(f"{path}: accuracy {100 * after:.2f} % on the 360 test images")
+    assert re.search(r"sparsity 9\d\.\d\d %", done.stdout)
+
+
+def test_a_compact_file_that_does_not_fit_is_named(run):
+    artifact.save(path="other.safetensors", model=torch.nn.Linear(3, 3))
+    line = fail("evaluate", run, "--model", "other.safetensors", code=1)
+    assert line.startswith("error: other.safetensors is of another model than this ConvNet: ")
+    succeed("export", run, "--to", "global:0.9", "--out", "files")
+    (path,) = Path("files").iterdir()
+    whole = path.read_bytes()
+    for content in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1]), whole[:50]):
+        Path("bad.safetensors").write_bytes(content)
+        assert fail("evaluate", run, "--model", "bad.safetensors", code=1).startswith(
+            "error: bad.safetensors"
+        )
+    assert "nowhere.safetensors" in fail("evaluate", run, "--model", "nowhere.safetensors", code=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -65,6 +101,22 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, monkeyp
     monkeypatch.setattr("torchcram.experiments.outcome.measure", None)
     Path("file").write_text("mine")
     assert "file" in fail("compress", run, "--to", "int4", "--json", "file/found.json")
+
+
+@needs_limits
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--to", "int4", "--save", "small"), "small/int4.safetensors"),
+        (("--to", "int4", "--json", "found.json"), "found.json"),
+        ((), "RUN/result.json"),
+        (("--to", "int4", "--results", "all"), "all/digits/convnet-digits/sgd.json"),
+    ],
+)
+def test_a_full_disk_is_a_line_with_the_path(run, options, name):
+    with full_disk(300):
+        line = fail("compress", run, *options, code=1)
+    assert line == f"error: {name.replace('RUN', str(run))}: File too large"
 
 
 @pytest.mark.parametrize("what", ["compress", "evaluate"])

@@ -30,7 +30,7 @@ from torchcram.cli.errors import errors_in_a_line, stoppable
         (
             "safetensors.torch",
             ["evaluate", "RUN"],
-            'safetensors, which is missing: pip install "torchcram[vision]"',
+            "safetensors, which is missing: pip install safetensors",
         ),
     ],
 )
@@ -40,6 +40,14 @@ def test_a_missing_extra_is_named_in_one_line(module, arguments, said, run, monk
     monkeypatch.setitem(sys.modules, module, None)
     places = {"RUN": run, "RESULT": run / "result.json"}
     assert fail(*[places.get(one, one) for one in arguments]) == f"error: this needs {said}"
+
+
+@pytest.mark.parametrize(("package", "pip"), [("yaml", "PyYAML"), ("safetensors", "safetensors")])
+def test_no_extra_is_named_for_what_torchcram_depends_on(package, pip, capsys):
+    with pytest.raises(typer.Exit), errors_in_a_line(needs="the demo", extra="demo"):
+        raise ImportError(name=f"{package}.part")
+    said = f"error: the demo needs {package}, which is missing: pip install {pip}\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_missing_module_of_ours_is_a_bug(monkeypatch):

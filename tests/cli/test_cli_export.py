@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import fail, succeed
+from kills import full_disk, needs_limits
 from nets import same
 from safetensors.torch import load_file
 
@@ -79,6 +80,37 @@ def test_onnx_files(run):
     done = succeed("export", run, "--to", "int8", "--format", "onnx", "--out", "files")
     assert Path("files/int8.onnx").is_file()
     assert "int8.onnx" in done.stdout
+
+
+@needs_limits
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "global-0.9.torchcram.safetensors"),
+        (["--values", "fp16"], ""),
+        (["--format", "safetensors"], "global-0.9.safetensors"),
+        (["--format", "onnx"], "global-0.9.onnx"),
+    ],
+)
+def test_a_full_disk_is_a_line_with_the_path(run, options, name):
+    line = ("export", run, "--to", "global:0.9", *options, "--out", "files")
+    with full_disk(2000):
+        said = fail(*line, code=1)
+    assert said == f"error: {Path('files') / name}: File too large"
+    assert list(Path("files").iterdir()) == []
+    succeed(*line)
+
+
+@needs_limits
+def test_a_full_disk_leaves_the_earlier_file(run):
+    line = ("export", run, "--to", "global:0.9", "--out", "files", "--json", "found.json")
+    succeed(*line)
+    before = [(path, path.read_bytes()) for path in (*Path("files").iterdir(), Path("found.json"))]
+    with full_disk(2000):
+        fail(*line, code=1)
+    with full_disk(len(before[1][1]) - 1):  # enough for the model, not for what is said of it
+        fail(*line, code=1)
+    assert [(path, path.read_bytes()) for path, _ in before] == before
 
 
 @pytest.mark.parametrize(

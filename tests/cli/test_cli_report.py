@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from commands import command, fail, succeed
+from kills import full_disk, needs_limits
 from result_samples import cram, sgd
 
 from torchcram.experiments.results import write_result
@@ -41,6 +42,13 @@ def test_what_a_page_cannot_be_made_of_is_named(run):
     assert "missing.json" in fail("report", "missing.json")
     Path("bad.json").write_text("{}")
     assert "bad.json: task is missing" in fail("report", "bad.json")
+    assert not Path("report.html").exists()
+
+
+@needs_limits
+def test_a_full_disk_is_a_line_with_the_path():
+    with full_disk(300):
+        assert fail("report", "results", code=1) == "error: report.html: File too large"
     assert not Path("report.html").exists()
 
 

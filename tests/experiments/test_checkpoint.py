@@ -133,6 +133,22 @@ def test_nothing_in_a_file_is_executed(two, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+@given(st.data(), st.integers(1, 255))
+@settings(max_examples=150, deadline=None)
+def test_content_that_was_altered_and_sealed_again_ends_in_no_traceback(two, data, change):
+    whole = bytearray((two / "epoch-0002.pt").read_bytes().partition(b"\n")[2])
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=4)):
+        whole[place] ^= change
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shutil.copy(two / "epoch-0001.pt", name)
+        Path(name, "epoch-0002.pt").write_bytes(sealed(bytes(whole)))
+        try:
+            assert load_latest(Path(name), WHO)[0] in (1, 2)
+        except ValueError as error:
+            assert "is of another run" in str(error)  # noqa: PT017
+
+
 def test_a_file_under_the_name_of_another_epoch_is_refused(two):
     assert damaged(two, (two / "epoch-0001.pt").read_bytes())[0] == 1
 

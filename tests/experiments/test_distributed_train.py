@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import assert_same_on_all_ranks, run_ranks
-from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
+from runs import CPU, Stop, digits, one_thread, recipe, reseal, run, stop_after, weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -96,6 +97,10 @@ def noting_seeds(seeds):
     return Noting
 
 
+def without_draws(content):
+    content["state"]["training"]["optimizer"]["cram"] = {}
+
+
 def team_of(rank):
     return Team(rank, RANKS, rank, RANKS)
 
@@ -139,6 +144,17 @@ def trainings(rank, folder):
             run(folder / "begun by two", given, data, team=team, make_step=stop_after(STEPS + 2))
         run(folder / "begun by one", given, data, team=team)
 
+        with suppress(Stop):
+            run(folder / "altered", given, data, team=team, make_step=stop_after(2 * STEPS))
+        if rank == 0:
+            reseal(folder / "altered" / "checkpoints" / "epoch-0002.pt", without_draws)
+        team.sums(0)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run(folder / "altered", given, data, team=team)
+        refused = [warning for warning in told if "epoch-0002.pt is not used" in str(warning)]
+        assert len(refused) == (rank == 0)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -172,6 +188,10 @@ def test_two_processes_train_as_one(folder, name):
         assert losses == [None, None] or losses[0] == pytest.approx(losses[1], rel=1e-4)
         assert ours.accuracy == pytest.approx(theirs.accuracy, abs=0.011)  # of 100 images
         assert (ours.processes, theirs.processes) == (1, 2)
+
+
+def test_a_checkpoint_that_does_not_fit_is_passed_over_by_all(folder):
+    assert weights(folder / "altered") == weights(folder / "cram")
 
 
 def test_the_folder_is_that_of_one_process(folder):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nets import same
 from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram import compress, compressible_weights, tune_batchnorm_
@@ -133,6 +134,23 @@ def test_compressed_models_can_be_saved(trained, data, tmp_path):
     model = compress(trained.model, "int8")
     load_model_(model, tmp_path / "small" / "global-0.9.safetensors")
     assert accuracy_on_test(model, GIVEN, data, device=CPU) == found[0].after
+
+
+def test_saved_models_are_tuned_on_the_first_of_several_calibration_sets(trained, data, tmp_path):
+    used = {}
+
+    def use(target, model):
+        used[target.operator] = {n: value.clone() for n, value in model.state_dict().items()}
+
+    targets = ["global:0.9", "int4"]
+    measured(trained, data, targets, save_to=tmp_path / "one")
+    found = measured(trained, data, targets, trials=3, save_to=tmp_path / "three", use=use)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "three" / path.name).read_bytes()
+    assert list(used) == [target.operator for target in found] == targets
+    model = compress(trained.model, "int8")
+    load_model_(model, tmp_path / "one" / "global-0.9.safetensors")
+    assert same(used["global:0.9"], model.state_dict())
 
 
 @pytest.mark.parametrize(

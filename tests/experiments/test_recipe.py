@@ -428,3 +428,12 @@ def test_a_bad_value_is_refused(override, message):
 def test_the_same_values_are_refused_without_a_file():
     with pytest.raises(ValueError, match=r"^epochs is 0; allowed: at least 1$"):
         TrainConfig(epochs=0, batch_size=1)
+
+
+@pytest.mark.parametrize("value", ['!!timestamp "x"', "!!bool maybe"])
+def test_a_value_that_is_not_what_its_tag_says_is_named_with_file_and_line(tmp_path, value):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: digits/convnet-digits/sgd\ntrain:\n  epochs: {value}\n")
+    with pytest.raises(ValueError, match=r"mine\.yaml\", line 3, column 11") as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path} is not YAML: ")

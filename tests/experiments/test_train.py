@@ -1,6 +1,8 @@
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import CPU, Stop, digits, recipe, run, stop_after, weights
+from runs import CPU, Stop, digits, recipe, reseal, run, stop_after, weights
 from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
@@ -145,7 +147,8 @@ def test_a_run_stopped_at_any_write_continues_exactly(tmp_path, data, monkeypatc
         run(folder, given, data)
         assert weights(folder) == weights(tmp_path / "whole"), f"stopped at write {writes}"
         assert [record.epoch for record in read_log(folder)] == [1, 2]
-    assert stops == 2 * 7  # recipe, run, log, two checkpoints, model, run; a file and its folder
+    # recipe, run, log, two checkpoints, model, run: a file and its folder; the log at checkpoints
+    assert stops == 2 * 7 + 2
 
 
 CHILD = """
@@ -200,6 +203,149 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, data
     assert heard[0] == (1, 3, None)
     assert weights(folder) == weights(tmp_path / "whole")
     assert [record.epoch for record in read_log(folder)] == [1, 2, 3]
+
+
+def without(name):
+    def change(content):
+        del content["state"]["training"][name]
+
+    return change
+
+
+def put(value, *keys):
+    def change(content):
+        *above, last = keys
+        for key in above:
+            content = content[key]
+        content[last] = value
+
+    return change
+
+
+def another_model(content):
+    model = content["state"]["training"]["model"]
+    model["fc.weight"] = model["fc.weight"][:5]
+
+
+def fewer_weights(content):
+    del content["state"]["training"]["model"]["fc.bias"]
+
+
+TRAINING = ("state", "training")
+WRONG = {  # sealed with the right digest
+    "no state": put({}, "state"),
+    "no training": put(None, *TRAINING),
+    "no seconds": put("long", "state", "seconds"),
+    "infinite seconds": put(math.inf, "state", "seconds"),
+    "no model": without("model"),
+    "no optimizer": without("optimizer"),
+    "no generators": without("random"),
+    "another model": another_model,
+    "fewer weights": fewer_weights,
+    "another weight": put(torch.ones(2), *TRAINING, "model", "more"),
+    "no tensor": put("text", *TRAINING, "model", "fc.bias"),
+    "another dtype": put(torch.ones(10, dtype=torch.int64), *TRAINING, "model", "fc.bias"),
+    "no moments": put({0: {}}, *TRAINING, "optimizer", "state"),
+    "moments of another shape": put(
+        torch.ones(7), *TRAINING, "optimizer", "state", 0, "momentum_buffer"
+    ),
+    "moments that are none": put("text", *TRAINING, "optimizer", "state", 0, "momentum_buffer"),
+    "a parameter too many": put({}, *TRAINING, "optimizer", "state", 99),
+    "moments of nobody": put({}, *TRAINING, "optimizer", "state"),
+    "moments of nothing": put([], *TRAINING, "optimizer", "state"),
+    "no draws": put(None, *TRAINING, "optimizer", "cram"),
+    "draws of junk": put({"masks": 3}, *TRAINING, "optimizer", "cram"),
+    "a generator of junk": put(
+        torch.ones(3, dtype=torch.uint8), *TRAINING, "optimizer", "cram", "generator"
+    ),
+    "random numbers of junk": put(torch.ones(3, dtype=torch.uint8), *TRAINING, "random", "cpu"),
+    "a tensor for an epoch": put(torch.ones(2), "epoch"),
+    "a tensor for an identity": put({"seed": torch.ones(2)}, "identity"),
+    "numbers for keys": put({1: 2}, "identity"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, data):
+    """A run with two checkpoints, only ever copied, and the weights that it is to come to."""
+    folder = tmp_path_factory.mktemp("content")
+    run(folder / "whole", recipe(), data)
+    with pytest.raises(Stop):
+        run(folder / "stopped", recipe(), data, make_step=stop_after(2 * STEPS))
+    return folder / "stopped", weights(folder / "whole")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_content_with_the_right_digest_is_named_once_and_the_one_before_used(
+    tmp_path, data, stopped, wrong
+):
+    folder = shutil.copytree(stopped[0], tmp_path / "run")
+    reseal(folder / "checkpoints" / "epoch-0002.pt", WRONG[wrong])
+    heard = []
+    with pytest.warns(UserWarning, match=r"epoch-0002\.pt is not used: ") as told:
+        run(folder, recipe(), data, progress=lambda *news: heard.append(news))
+    assert len(told) == 1
+    assert heard[0] == (1, 3, None)
+    assert weights(folder) == stopped[1]
+    assert [record.epoch for record in read_log(folder)] == [1, 2, 3]
+
+
+def test_without_a_checkpoint_that_fits_training_begins_anew(tmp_path, data, stopped):
+    folder = shutil.copytree(stopped[0], tmp_path / "run")
+    reseal(folder / "checkpoints" / "epoch-0001.pt", WRONG["fewer weights"])
+    reseal(folder / "checkpoints" / "epoch-0002.pt", WRONG["draws of junk"])
+    heard = []
+    with pytest.warns(UserWarning, match="is not used") as told:
+        run(folder, recipe(), data, progress=lambda *news: heard.append(news))
+    assert [str(one.message).partition(" is not used")[0][-5:] for one in told] == [
+        "02.pt",
+        "01.pt",
+    ]
+    assert heard[0] == (0, 3, None)
+    assert weights(folder) == stopped[1]
+
+
+def test_the_warning_says_what_does_not_fit(tmp_path, data, stopped):
+    folder = shutil.copytree(stopped[0], tmp_path / "run")
+    path = folder / "checkpoints" / "epoch-0002.pt"
+    reseal(path, WRONG["another model"])
+    with pytest.warns(UserWarning, match="not used") as told:
+        run(folder, recipe(), data)
+    assert str(told[0].message) == (
+        f"{path} is not used: its 'fc.weight' is float32 of shape (5, 48), and here float32 of "
+        "shape (10, 48)"
+    )
+
+
+def test_a_full_device_is_no_wrong_content(tmp_path, data, stopped, monkeypatch):
+    folder = shutil.copytree(stopped[0], tmp_path / "run")
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ConvNet, "load_state_dict", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(folder, recipe(), data)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_the_log_is_on_the_disk_before_the_checkpoint(tmp_path, data, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(number):
+        synced.append(str(Path(f"/proc/self/fd/{number}").readlink()))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run(tmp_path, recipe(epochs=2), data)
+    log = str(tmp_path / "log.jsonl")
+    first, second = (
+        next(at for at, path in enumerate(synced) if name in path)
+        for name in ("epoch-0001.pt", "epoch-0002.pt")
+    )
+    assert log in synced[:first]
+    assert log in synced[first:second]
 
 
 def test_a_finished_run_is_not_touched(tmp_path, data):

@@ -38,6 +38,27 @@ def test_any_text_is_read_or_refused(text):
     assert message.startswith("a file is not YAML: ")
 
 
+TAGS = ["bool", "int", "float", "null", "str", "timestamp", "binary", "set", "omap", "pairs"]
+
+
+@given(
+    st.sampled_from([*TAGS, "seq", "map", "merge", "value"]),
+    st.text(max_size=8)
+    | st.sampled_from(["", "x", "2001-99-99", "0x", ":", "1:x", "[1]", "{a: b}"]),
+    st.booleans(),
+)
+def test_any_tag_on_any_text_is_read_or_refused(tag, text, quoted):
+    value = '"' + text.replace("\\", "").replace('"', "") + '"' if quoted else text
+    try:
+        parse(f"a: 1\nb: !!{tag} {value}", "a file")
+    except ValueError as refused:
+        message = str(refused)
+    else:
+        return
+    assert message.startswith("a file is not YAML: ")
+    assert '"a file", line' in message or "not allowed" in message
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [("5e-4", 5e-4), ("1E3", 1000.0), ("-2.5e+2", -250.0), (".5e1", 5.0), ("5.e-1", 0.5)],
@@ -62,7 +83,13 @@ def test_what_only_looks_like_a_number_is_a_text(text):
         ("a: &x [*x]", "aliases are not allowed"),
         ("a: [1", "line 1"),
         ("a: !!python/object:os.system {}", "could not determine a constructor"),
-        ("a: 2001-99-99", "month must be in"),
+        ("a: 2001-99-99", r"'2001-99-99' is no timestamp, month must be in .* line 1, column 4"),
+        ('a: 1\nb: !!timestamp "x"', r"'x' is no timestamp in \"a file\", line 2, column 4"),
+        ("a: !!bool maybe", r"'maybe' is no bool in \"a file\", line 1, column 4"),
+        ("a: 1\n\nb: [!!int x]", r"'x' is no int, .* in \"a file\", line 3, column 5"),
+        ('!!int ""', r"'' is no int in \"a file\", line 1, column 1"),
+        ("{!!bool maybe: 1}", r"'maybe' is no bool in \"a file\", line 1, column 2"),
+        ("!!float x", r"'x' is no float, .* in \"a file\", line 1, column 1"),
         ("[" * 5000, "a file is not YAML"),
         ("a: 1\n---\nb: 2", "expected a single document"),
         ("\0", "a file is not YAML"),

@@ -325,3 +325,57 @@ def test_manual_optimization_enters_the_pass_itself():
     by_hand(ours, batches(), epochs=1)
     trainer(epochs=1).fit(theirs, loader(batches()))
     assert same(snapshot(ours.net), snapshot(theirs.net))
+
+
+def test_accumulation_without_the_callback_is_refused():
+    class Plain(Net):
+        def training_step(self, batch):
+            return cross_entropy(self.net(batch["x"]), batch["y"])
+
+    def fit_without_callback(**options):
+        module = Plain()
+        alone = L.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        alone.fit(module, loader(batches()))
+        return module
+
+    with pytest.raises(RuntimeError, match=r"over 2 batches.*CompressedPass\(\)"):
+        fit_without_callback(accumulate_grad_batches=2)
+    ours = Net()
+    by_hand(ours, batches(), epochs=1)
+    assert same(snapshot(ours.net), snapshot(fit_without_callback().net))  # a closure will do
+    with pytest.raises(RuntimeError, match="no compressed pass went before"):
+        fit_without_callback(plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))])
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+def test_a_batch_that_is_left_out():
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    module, given = Skips(), batches(3)
+    trainer(epochs=1).fit(module, loader(given))
+    ours = Net()
+    by_hand(ours, [given[0], given[2]], epochs=1)
+    assert same(snapshot(ours.net), snapshot(module.net))
+    module = Skips()  # now the last micro-batch of a step
+    trainer(epochs=1, accumulate_grad_batches=2).fit(module, loader(given[:2]))
+    ours = Net()
+    optimizer = ours.configure_optimizers()["optimizer"]
+
+    def backward():
+        (cross_entropy(ours.net(given[0]["x"]), given[0]["y"]) / 2).backward()
+
+    backward()
+    with optimizer.compressed():
+        backward()
+    optimizer.step()
+    assert same(snapshot(ours.net), snapshot(module.net))

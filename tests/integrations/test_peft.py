@@ -31,7 +31,13 @@ from torchcram import (
 pytest.importorskip("peft", reason="peft is not installed")
 from peft import LoraConfig, get_peft_model
 
-from torchcram.integrations.peft import LoraCrAM, hold_lora_masks, merge_sparse, merged_weights
+from torchcram.integrations.peft import (
+    LoraCrAM,
+    hold_lora_masks,
+    merge_sparse,
+    merge_sparse_,
+    merged_weights,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora.py"
 OPERATORS = ["global:0.5", "uniform:0.7", "nm:2:4", "int4", "global:0.5+int8"]
@@ -287,13 +293,46 @@ def test_masks_that_are_kept_are_those_of_merged_weights():
     assert seen[0] != seen[1]
 
 
+def test_ctrl_c_while_layers_are_put_back():
+    model, batch = adapted(), batch_of()
+    optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5")
+    closure, before = closure_of(model, optimizer, batch), snapshot(model)
+    flags = [p.requires_grad for p in model.parameters()]
+    closure()
+    calls, interrupted = optimizer._undo._calls, [True, True]
+
+    def interrupt():
+        if interrupted:
+            interrupted.pop()
+            raise KeyboardInterrupt
+
+    def backward():
+        calls.insert(len(calls) // 2, interrupt)
+        closure()
+
+    with pytest.raises(KeyboardInterrupt), optimizer.compressed():
+        backward()
+    assert not same(snapshot(model), before)
+    optimizer.restore()
+    assert same(snapshot(model), before)
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+    optimizer.step(closure)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_masks_of_a_pass_do_not_outlive_it(fails):
     model, batch, seen = adapted(), batch_of(), []
     optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5")
     closure_of(model, optimizer, batch)()
+    prepare = optimizer._prepare_layers
+
+    def watched(one, masks):
+        seen.extend(map(weakref.ref, masks.values()))
+        prepare(one, masks)
+
+    optimizer._prepare_layers = watched
     with pytest.raises(KeyError) if fails else nullcontext(), optimizer.compressed():
-        seen += map(weakref.ref, optimizer._masks.values())
         cross_entropy(model(batch[0]), batch[1]).backward()
         if fails:
             raise KeyError
@@ -421,6 +460,48 @@ def test_a_merge_to_an_operator_has_its_zeros(operator):
     assert masks.keys() == {"0.weight", "2.weight"}
 
 
+def test_a_merge_leaves_the_model_for_the_next_one():
+    model, batch = adapted(), batch_of()
+    before, output = snapshot(model), model(batch[0])
+    for level in (0.9, 0.5):  # from the higher to the lower one
+        merged = merge_sparse(model, GlobalTopK(level))
+        assert sparsity(compressible_weights(merged)) == pytest.approx(level, abs=0.01)
+    assert same(snapshot(model), before)
+    assert torch.equal(model(batch[0]), output)
+
+
+def test_a_merge_in_place_is_done_once():
+    model = adapted()
+    expected = snapshot(merge_sparse(model, "global:0.5"))
+    assert same(snapshot(merge_sparse_(model, "global:0.5")), expected)
+    for call in (merge_sparse, merge_sparse_):
+        with pytest.raises(ValueError, match="has no adapters; they may be merged already"):
+            call(model, "global:0.2")
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="merged already: unmerge_adapter"):
+        merge_sparse(model, "global:0.5")
+
+
+def test_a_merge_of_the_weights_that_were_trained():
+    model, batch = adapted(targets=("0", "2")), batch_of()
+    weights = {name: w for name, w in merged_weights(model).items() if ".0." in name}
+    base = SGD(trained(model), lr=0.1)
+    optimizer = LoraCrAM(model, base, "global:0.5", weights=weights)
+    optimizer.step(closure_of(model, optimizer, batch))
+    for merged in (
+        optimizer.compress("global:0.9"),
+        merge_sparse(model, "global:0.9", weights=optimizer.weights),
+    ):
+        found = compressible_weights(merged)
+        assert sparsity({"": found["0.weight"]}) == pytest.approx(0.9, abs=0.01)
+        assert sparsity({"": found["2.weight"]}) == 0
+    with pytest.warns(UserWarning, match=r"left dense in training with CrAM: 2\.weight"):
+        merge_sparse(model, "global:0.9")
+    with pytest.raises(ValueError, match=r"no compressible 7\.weight"):
+        merge_sparse(model, "global:0.9", weights={"7.weight": torch.zeros(2, 2)})
+
+
 def pruned_and_adapted(**options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -437,7 +518,7 @@ def test_a_merge_by_masks_has_the_same_zeros():
     model, masks = pruned_and_adapted()
     assert not zeros_stay(copy.deepcopy(model).merge_and_unload(), masks)
     by_new_names = dict(zip(merged_weights(model), masks.values(), strict=True))
-    assert zeros_stay(merge_sparse(copy.deepcopy(model), by_new_names), masks)
+    assert zeros_stay(merge_sparse(model, by_new_names), masks)
     assert zeros_stay(merge_sparse(model, masks), masks)
 
 
@@ -454,7 +535,7 @@ def test_held_masks_are_held_in_training_and_in_every_merge(cram):
         for merged in (
             copy.deepcopy(model).merge_and_unload(),
             copy.deepcopy(model).merge_and_unload(safe_merge=True),
-            merge_sparse(copy.deepcopy(model), masks),
+            merge_sparse(model, masks),
         ):
             assert zeros_stay(merged, masks)
             torch.testing.assert_close(merged(x), model(x), rtol=1e-5, atol=1e-5)
@@ -524,7 +605,7 @@ def test_what_else_is_refused():
         LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5")
 
 
-@pytest.mark.parametrize("call", [merge_sparse, hold_lora_masks])
+@pytest.mark.parametrize("call", [merge_sparse, merge_sparse_, hold_lora_masks])
 def test_masks_that_do_not_fit_change_nothing(call):
     model, masks = pruned_and_adapted()
     before = snapshot(model)
@@ -584,3 +665,61 @@ def test_masks_of_a_merged_model_are_its_zeros():
     merged = merge_sparse(adapted(), GlobalTopK(0.5))
     kept = sum(int(m.sum()) for m in masks_of(compressible_weights(merged)).values())
     assert kept == (8 * 16 + 16 * 4) // 2
+
+
+class Conv1DNet(nn.Module):
+    """The projections of GPT-2, with their inputs before their outputs."""
+
+    def __init__(self):
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.up, self.down = Conv1D(16, 8), Conv1D(4, 16)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def conv1d_net():
+    return adapted(Conv1DNet(), targets=("up", "down"), fan_in_fan_out=True)
+
+
+@pytest.mark.parametrize("operator", ["global:0.5", "nm:2:4", "int4"])
+def test_conv1d_of_transformers_is_compressed_once_merged(operator):
+    model, batch = conv1d_net(), batch_of()
+    expected = merge_sparse(copy.deepcopy(model), operator)(batch[0])
+    optimizer = LoraCrAM(model, SGD(trained(model), lr=0.1), operator, rho=0.0)
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    with optimizer.compressed():
+        assert torch.equal(model(batch[0]), expected)
+        cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+def test_held_masks_in_conv1d_of_transformers():
+    torch.manual_seed(0)
+    net = Conv1DNet()
+    masks = compress_(net, "nm:2:4")
+    assert masks["up.weight"].unflatten(0, (-1, 4)).sum(1).eq(2).all()
+    model = adapted(net, targets=("up", "down"), fan_in_fan_out=True).eval()
+    with hold_lora_masks(model, masks):
+        x = batch_of()[0]
+        merged = merge_sparse(copy.deepcopy(model), masks)
+        torch.testing.assert_close(model(x), merged(x), rtol=1e-5, atol=1e-5)
+        assert zeros_stay(merged, masks)
+
+
+def test_adapters_of_attention_are_refused_and_can_be_left_out():
+    def build():
+        net = nn.ModuleDict({"att": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 4)})
+        return adapted(net, targets=("att", "fc"))
+
+    model = build()
+    with pytest.raises(
+        ValueError, match=r"model.att' adapts weights of a MultiheadAttention.*leave out .*in_proj"
+    ):
+        LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5")
+    weights = compressible_weights(model, only=r"fc\.base_layer")
+    LoraCrAM(model, SGD(trained(model), lr=0.1), "global:0.5", weights=weights)
+    merged = merge_sparse(build(), "uniform:0.5")
+    zeros = [int(part.eq(0).sum()) for part in merged.att.in_proj_weight.chunk(3)]
+    assert zeros == [32, 32, 32]

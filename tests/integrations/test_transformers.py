@@ -307,3 +307,22 @@ def test_a_search_for_unused_parameters_is_refused_with_adapters(
         else nullcontext()
     ):
         fit.create_optimizer()
+
+
+def test_the_stock_trainer_is_refused(tmp_path):
+    model = classifier()
+    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), OPERATORS)
+    stock = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+        ),
+        train_dataset=[
+            {"input_ids": torch.randint(20, (6,)), "labels": torch.tensor(1)} for _ in range(8)
+        ],
+        optimizers=(optimizer, None),
+    )
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="CrAMTrainer in place of the Trainer"):
+        stock.train()
+    assert same(snapshot(model), before)

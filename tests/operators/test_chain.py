@@ -1,7 +1,12 @@
+import copy
+import pickle
+from functools import reduce
+
 import pytest
 import torch
 
-from torchcram import NM, Chain, GlobalTopK, Quantize
+from torchcram import NM, Chain, GlobalTopK, Quantize, parse_operator
+from torchcram.pruners import bind
 
 
 def weights():
@@ -12,14 +17,17 @@ def weights():
     }
 
 
-def test_one_after_the_other_and_the_mask_of_both():
+@pytest.mark.parametrize(
+    ("first", "then"), [(NM(2, 4), GlobalTopK(0.75)), (GlobalTopK(0.9), NM(2, 4))]
+)
+def test_one_after_the_other_and_the_mask_of_both(first, then):
     chained, by_hand = weights(), weights()
-    masks = Chain(NM(2, 4), GlobalTopK(0.75)).compress_(chained)
-    first = NM(2, 4).compress_(by_hand)
-    then = GlobalTopK(0.75).compress_(by_hand)
+    masks = Chain(first, then).compress_(chained)
+    kept_first = first.compress_(by_hand)
+    kept_then = then.compress_(by_hand)
     for name in chained:
         assert torch.equal(chained[name], by_hand[name])
-        assert torch.equal(masks[name], first[name] & then[name])
+        assert torch.equal(masks[name], kept_first[name] & kept_then[name])
 
 
 def test_a_chain_without_masks_has_none():
@@ -47,3 +55,39 @@ def test_draws_all_its_parts():
     assert isinstance(drawn.first.sparsity, float)
     with pytest.raises(ValueError, match="not an Operator"):
         Chain(GlobalTopK(0.5), "int8")
+
+
+def test_the_parts_are_those_that_are_not_chains():
+    a, b, c = GlobalTopK(0.5), NM(2, 4), Quantize(8)
+    assert Chain(a, Chain(b, c)).parts == (a, b, c)
+    assert a.parts == (a,)
+    assert repr(Chain(Chain(a, b), c)) == (
+        "Chain(first=Chain(first=GlobalTopK(sparsity=0.5), then=NM(keep=2, group=4)), "
+        "then=Quantize(bits=8, group_size=None))"
+    )
+    assert Chain(a, b) != (a, b)
+
+
+@pytest.mark.parametrize("nested", ["first", "then"])
+def test_chains_of_many_parts(nested):
+    parts = [GlobalTopK(step / 4_000) for step in range(2_000)] + [Quantize(8)]
+    if nested == "first":
+        chain = reduce(Chain, parts)
+    else:
+        chain = reduce(lambda then, first: Chain(first, then), reversed(parts[-50:]))
+        chain = Chain(reduce(Chain, parts[:-50]), chain)
+    text = str(chain)
+    assert text == "+".join(map(str, parts))
+    assert parse_operator(text) == chain
+    assert hash(parse_operator(text)) == hash(chain)
+    assert repr(chain).count("Chain(first=") == len(parts) - 1
+    assert not chain.is_range
+    assert chain.draw(torch.Generator()) == chain
+    assert pickle.loads(pickle.dumps(chain)) == chain  # noqa: S301
+    assert copy.deepcopy(chain) == chain
+    assert bind(chain, torch.nn.Linear(2, 2), []) == chain
+    some = Chain(*(reduce(Chain, half) for half in (parts[-1200:-600], parts[-600:])))
+    weights = {"w": torch.randn(8, 8)}
+    masks = some.compress_(weights)
+    assert int(masks["w"].sum()) == 32
+    some.recompress_(weights, masks)

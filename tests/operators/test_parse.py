@@ -1,9 +1,12 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, RowTopK, UniformTopK, parse_operator
 from torchcram.operators.parse import parse_without_pruners
+from torchcram.pruners import Obs, SparseGPT
 
 levels = st.floats(0, 1, exclude_max=True)
 ranges = st.tuples(levels, levels).filter(lambda pair: pair[0] < pair[1])
@@ -62,6 +65,56 @@ def test_what_cannot_be_read_says_why(text, says):
     with pytest.raises(ValueError, match=says) as error:
         parse_operator(text)
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("globl:0.9", "global:0.9"),
+        ("Global:0.9", "global:0.9"),
+        ("unifrom:0.3-0.9", "uniform:0.3-0.9"),
+        ("mn:2:4", "nm:2:4"),
+        ("itn4:g64", "int4:g64"),
+        ("int8+globl:0.9", "global:0.9"),
+    ],
+)
+def test_a_misspelled_word_is_corrected(text, meant):
+    with pytest.raises(ValueError, match=re.escape(f"(did you mean {meant}?); allowed")):
+        parse_operator(text)
+
+
+@pytest.mark.parametrize("text", ["topk:0.5", "globl:1.5", "globl", "0.9", "", "nm:2"])
+def test_no_correction_is_made_up(text):
+    with pytest.raises(ValueError, match="operator") as error:
+        parse_operator(text)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [GlobalTopK, UniformTopK, RowTopK])
+def test_minus_zero_is_zero(kind):
+    assert str(kind(-0.0)) == str(kind(0))
+    assert str(kind((-0.0, 0.5))) == str(kind((0, 0.5)))
+    assert parse_operator(str(kind(-0.0))) == kind(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: GlobalTopK(False), "sparsity False"),
+        (lambda: Quantize(True), "bits is True"),
+        (lambda: Quantize(4, True), "group_size must be None or a positive integer, got True"),
+        (lambda: NM(True, True), "keep and group must be integers, got True and True"),
+        (lambda: NM(1, True), "got 1 and True"),
+        (lambda: Obs(GlobalTopK(0.5), gradients=True), "gradients is True"),
+        (lambda: Obs(GlobalTopK(0.5), damping=True), "damping is True"),
+        (lambda: Obs(GlobalTopK(0.5), damping=float("inf")), "damping is inf"),
+        (lambda: SparseGPT(NM(2, 4), block=True), "block is True"),
+        (lambda: SparseGPT(NM(2, 4), damping=True), "damping is True"),
+    ],
+)
+def test_what_no_text_says_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 @given(st.text(max_size=20))

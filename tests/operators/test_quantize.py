@@ -104,3 +104,13 @@ def test_depthwise_transposed_convolutions_scale_per_output_channel_too():
     Quantize(4).compress_(compressible_weights(nn.Sequential(layer)))
     for old, new in zip(before, layer.weight.detach(), strict=True):
         torch.testing.assert_close(new.reshape(-1), by_formula(old.reshape(-1), 4))
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0), (3, 0, 2, 2), (3, 2, 0)])
+@pytest.mark.parametrize("size", [None, 4])
+def test_empty_weights_stay_as_they_are(shape, size):
+    weights = {"empty": torch.empty(shape), "w": torch.randn(3, 8)}
+    before = weights["w"].clone()
+    assert Quantize(4, size).compress_(weights) is None
+    assert weights["empty"].shape == shape
+    assert not torch.equal(weights["w"], before)

@@ -194,7 +194,7 @@ def test_a_block_without_backward():
 
 def test_an_early_failure_leaves_no_trace():
     model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
-    optimizer = make(model)
+    optimizer = make(model, allow_plain_steps=True)
     with pytest.raises(RuntimeError, match="no gradient at w"), optimizer.compressed():
         pass
     usual = closure_for(model, optimizer, batch)
@@ -305,3 +305,72 @@ def test_parameters_without_elements():
     optimizer.step(closure)
     assert not same(snapshot(model), before)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_model_and_base_in_the_wrong_order():
+    model = mlp()
+    base = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"swapped: CrAM\(model, base, operators\)"):
+        CrAM(base, model, "global:0.5")
+    with pytest.raises(ValueError, match=r"model='mlp' is not a torch\.nn\.Module"):
+        CrAM("mlp", base, "global:0.5")
+
+
+def test_groups_added_later_are_checked_as_those_of_the_constructor():
+    model = ConvNet()
+    optimizer = make(model, base=SGD(model.conv1.parameters(), lr=0.1))
+    for foreign in (nn.Parameter(torch.zeros(3, 7)), [("x", nn.Parameter(torch.zeros(3, 7)))]):
+        with pytest.raises(ValueError, match=r"does not have parameter 0 of group 1 .*\(3, 7\)"):
+            optimizer.add_param_group({"params": foreign})
+    for rho in (-0.1, float("inf"), "much"):
+        with pytest.raises(ValueError, match="rho="):
+            optimizer.add_param_group({"params": model.fc.parameters(), "rho": rho})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": (p for p in model.fc.parameters()), "rho": 0.2})
+    assert len(optimizer.param_groups[1]["params"]) == 2
+
+
+def junk_states():
+    """States of CrAM with one part that is not what it should be."""
+    model = mlp()
+    optimizer = make(model, operators="global:0.5", mask_interval=3)
+    optimizer.step(closure_for(model, optimizer, (torch.randn(6, 8), torch.randint(4, (6,)))))
+    good = optimizer.state_dict()["cram"]
+    ((operator, at, masks),) = good["masks"]
+    (name, bits), *_ = masks.items()
+    yield from (None, 3, [], {}, "x", torch.zeros(3))
+    for key, values in {
+        "generator": (None, 3, torch.zeros(3), torch.zeros(5, dtype=torch.uint8), "x"),
+        "uses": (None, 3, [1], {"global:0.5": -1}, {"global:0.5": 1.5}, {3: 3}),
+        "masks": (
+            None,
+            3,
+            [3],
+            [(operator, at)],
+            [(operator, "1", masks)],
+            [(operator, at, {name: None})],
+            [(operator, at, {name: bits[:-1]})],
+            [(operator, at, {name: bits.float()})],
+            [(operator, at, {name: bits.view(1, -1)})],
+        ),
+        "weights": (None, 3, "0.weight", [3]),
+    }.items():
+        for value in values:
+            yield {**good, key: value}
+
+
+def test_junk_in_the_state_is_refused_and_changes_nothing():
+    model, batch = mlp(), (torch.randn(6, 8), torch.randint(4, (6,)))
+    base = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = make(model, base=base, operators="global:0.5", mask_interval=3)
+    optimizer.step(closure_for(model, optimizer, batch))
+    before = copy.deepcopy(optimizer.state_dict())
+    for junk in junk_states():
+        with pytest.raises(ValueError, match="state"):
+            optimizer.load_state_dict({**before, "cram": junk})
+    with pytest.raises(ValueError, match="group"):  # of the base optimizer, which is second
+        optimizer.load_state_dict({**before, "param_groups": [], "cram": before["cram"]})
+    after = optimizer.state_dict()
+    assert after["cram"]["uses"] == before["cram"]["uses"]
+    assert torch.equal(after["cram"]["generator"], before["cram"]["generator"])
+    assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])

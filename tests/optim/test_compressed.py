@@ -147,10 +147,11 @@ def test_clipping_between_context_and_step():
     assert moved.norm().item() == pytest.approx(1e-4, rel=1e-3)
 
 
-def test_a_step_without_context_is_one_of_the_base():
+def test_a_step_without_context_is_one_of_the_base_where_that_is_allowed():
     model = ConvNet()
     plain = copy.deepcopy(model)
-    optimizer = CrAM(model, AdamW(model.parameters(), lr=0.1), GlobalTopK(0.9))
+    base = AdamW(model.parameters(), lr=0.1)
+    optimizer = CrAM(model, base, GlobalTopK(0.9), allow_plain_steps=True)
     base, batch = AdamW(plain.parameters(), lr=0.1), images()
     closure_for(model, optimizer, batch)()
     optimizer.step()

@@ -1,6 +1,7 @@
 """Steps captured as CUDA graphs do what steps one kernel at a time do."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -94,3 +95,78 @@ def test_what_cannot_be_captured_is_refused():
     given.optimizer = CrAM(given.model, base, "global:0.5")
     with pytest.raises(ValueError, match="fused"):
         GraphedStep(given.model, given.optimizer, given.step)
+
+
+def test_no_host_memory_is_pinned_while_a_graph_is_captured(monkeypatch):
+    pinned = []
+    for name in ("tensor", "empty"):
+        make = getattr(torch, name)
+
+        def watched(*args, make=make, **kwargs):
+            if kwargs.get("pin_memory") and capturing:
+                pinned.append(make)
+            return make(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, watched)
+    capturing = []
+    enter, leave = torch.cuda.graph.__enter__, torch.cuda.graph.__exit__
+
+    def begin(self):
+        enter(self)
+        capturing.append(self)
+
+    def end(self, *args):
+        capturing.clear()
+        leave(self, *args)
+
+    monkeypatch.setattr(torch.cuda.graph, "__enter__", begin)
+    monkeypatch.setattr(torch.cuda.graph, "__exit__", end)
+    given = training("SGD", CRAMS["CrAM+"])
+    GraphedStep(given.model, given.optimizer, given.step)()
+    assert not pinned
+
+
+def test_a_capture_by_hand_is_refused():
+    given = training("SGD", CRAMS["CrAM+"])
+    for _ in range(6):
+        given.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="GraphedStep, or take check_finite=False"),
+        torch.cuda.graph(graph, capture_error_mode="relaxed"),
+    ):
+        given.step()
+    torch.cuda.synchronize()
+
+
+class Holder:
+    """Pinned memory in a cycle, which only the garbage collector frees."""
+
+    def __init__(self, size):
+        self.memory = torch.empty(size, pin_memory=True)
+        self.itself = self
+
+
+@pytest.mark.slow
+def test_two_hundred_captures_after_varied_allocations():
+    draw, kept, captures = random.Random(0), [], 0  # noqa: S311
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    while captures < 200:
+        kind = draw.choice([kind for kind in CRAMS if kind != "plain"])
+        given = training(draw.choice([*BASES]), CRAMS[kind])
+        for _ in range(draw.randrange(4)):
+            given.step()  # eager: pinned flags, tables in pinned memory
+        for _ in range(draw.randrange(8)):
+            size = draw.randrange(1, 1 << draw.randrange(1, 20))
+            with torch.cuda.stream(draw.choice(streams)):
+                host = torch.empty(size, pin_memory=True)
+                kept.append(host.to("cuda", non_blocking=True))
+            Holder(size)
+        kept = kept[-draw.randrange(1, 40) :]
+        take = GraphedStep(given.model, given.optimizer, given.step)
+        captures += len(take._graphs)
+        for _ in range(3):
+            take()
+        take.check()
+    torch.cuda.synchronize()

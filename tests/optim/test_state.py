@@ -61,7 +61,7 @@ def test_the_state_is_that_of_the_base_and_of_the_draws():
     optimizer.step(closure_for(model, optimizer, images()))
     state = optimizer.state_dict()
     assert state.keys() == {"state", "param_groups", "cram"}
-    assert state["cram"].keys() == {"generator", "uses", "masks"}
+    assert state["cram"].keys() == {"generator", "uses", "masks", "weights"}
     assert state["cram"]["masks"] == []  # scratch is not saved
     assert all(entry.keys() == {"momentum_buffer"} for entry in optimizer.base.state.values())
     assert optimizer.state is optimizer.base.state

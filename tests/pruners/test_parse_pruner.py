@@ -34,7 +34,10 @@ def test_text_and_operator_are_inverse(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("obt@uniform:0.7", "no pruner 'obt'; allowed: obs@..., wanda@..., sparsegpt@..."),
+        (
+            "obt@uniform:0.7",
+            "no pruner 'obt' (did you mean obs?); allowed: obs@..., wanda@..., sparsegpt@...",
+        ),
         ("@uniform:0.7", "no pruner ''"),
         ("obs@", "cannot read ''; allowed: global:0.9"),
         ("obs", "cannot read 'obs'"),

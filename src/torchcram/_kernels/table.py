@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -78,6 +79,7 @@ def _flat(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
     return tuple(Layout(size) for size in sizes)
 
 
+_may_pin: ContextVar[bool] = ContextVar("_may_pin", default=True)
 _captured: list[object] = []  # what graphs read, for as long as there may be graphs
 
 
@@ -85,13 +87,18 @@ _captured: list[object] = []  # what graphs read, for as long as there may be gr
 def _outside_captures(device: torch.device) -> Iterator[None]:
     """Runs a block on a stream of its own while a CUDA graph is captured: not to become part of it.
 
-    Whoever captures waits for the device before the first replay.
+    Whoever captures waits for the device before the first replay. The block pins no host memory:
+    freeing that records events, which the allocator cannot query if they fall into a capture.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         yield
         return
-    with torch.cuda.stream(_stream(device)):
-        yield
+    before = _may_pin.set(False)
+    try:
+        with torch.cuda.stream(_stream(device)):
+            yield
+    finally:
+        _may_pin.reset(before)
 
 
 @functools.cache
@@ -107,8 +114,9 @@ def _kept(found: _T) -> _T:
 
 
 def _to_device(values: Sequence[object], device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    pinned = device.type == "cuda" and _may_pin.get()
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
+    return host.to(device, non_blocking=pinned)
 
 
 @functools.lru_cache(maxsize=64)

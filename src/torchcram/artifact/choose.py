@@ -15,7 +15,8 @@ from torchcram.artifact.encoding import MASK, Encoding
 from torchcram.artifact.form import Form, by_rows
 from torchcram.artifact.integers import Quantized, as_integers, find_integers, same_bits
 from torchcram.artifact.places import most_kept
-from torchcram.operators import NM, Chain, Operator, Quantize
+from torchcram.layers import PLAIN, Layout
+from torchcram.operators import NM, Operator, Quantize
 
 GROUPS = (4, 8, 16)  # of N:M patterns that are looked for
 SIZES = (None, 128, 64, 32)  # inputs that may share a scale
@@ -38,18 +39,12 @@ class Hints:
     def of(cls, operator: Operator | None) -> Hints:
         """Reads them off an operator; None and operators of other kinds tell nothing."""
         groups, sizes = [], []
-        for part in _parts(operator):
+        for part in () if operator is None else operator.parts:
             if isinstance(part, NM):
                 groups.append(part.group)
             elif isinstance(part, Quantize):
                 sizes.append(part.group_size)
         return cls(tuple(dict.fromkeys((*groups, *GROUPS))), tuple(dict.fromkeys((*sizes, *SIZES))))
-
-
-def _parts(operator: Operator | None) -> list[Operator]:
-    if isinstance(operator, Chain):
-        return [*_parts(operator.first), *_parts(operator.then)]
-    return [] if operator is None else [operator]
 
 
 class _Candidate(NamedTuple):
@@ -58,13 +53,13 @@ class _Candidate(NamedTuple):
     Attributes:
         encoding: what it is stored as.
         size: in bytes, with the scales.
-        transposed: the groups, where inputs and outputs are those of a transposed convolution.
+        used_as: How a layer would use the tensor, where the encoding depends on it.
         quantized: integers and scales, where there are any.
     """
 
     encoding: Encoding
     size: int
-    transposed: int | None
+    used_as: Layout
     quantized: Quantized | None
 
 
@@ -73,7 +68,7 @@ def store(
     hints: Hints,
     *,
     values: torch.dtype | None = None,
-    transposed: int | None = None,
+    used_as: Layout | None = None,
 ) -> tuple[Form, dict[str, Tensor]]:
     """Stores a tensor in as few bytes as give it back bit for bit.
 
@@ -82,8 +77,7 @@ def store(
             with a single dimension only the places of the zeros are looked at.
         hints: Patterns and sizes to look for.
         values: Type to round values to, unless they are integers with a scale anyway.
-        transposed: Number of groups, where it is known to be the weight of a transposed
-            convolution; otherwise the common layouts are tried.
+        used_as: How its layer uses it; where that is not known, the common layouts are tried.
 
     Returns:
         Form that it is stored in, and the parts that are stored.
@@ -91,7 +85,7 @@ def store(
     Raises:
         ValueError: if values do not fit into the type they are to be rounded to.
     """
-    layouts = _layouts(tensor) if transposed is None else [transposed]
+    layouts = _layouts(tensor) if used_as is None else [used_as]
     best = _candidate(tensor, hints, layouts[0], values=values)
     for layout in layouts[1:] if best.quantized is None else []:
         other = _candidate(tensor, hints, layout, values=values)
@@ -103,7 +97,8 @@ def store(
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
         encoding=best.encoding,
-        transposed=best.transposed,
+        transposed=best.used_as.groups if best.used_as.transposed else None,
+        stacked=best.used_as.stacked,
     )
     parts = encode(tensor, form, best.quantized)
     if not bool(same_bits(decode(parts, form), tensor).all()):
@@ -111,23 +106,26 @@ def store(
     return form, parts
 
 
-def _layouts(tensor: Tensor) -> list[int | None]:
+def _layouts(tensor: Tensor) -> list[Layout]:
     """Returns the layouts that quantized weights of unknown layers may have.
 
-    None is that of Linear and convolution layers; 1 has inputs before outputs, as transposed
-    convolutions do. Three dimensions may also be one matrix (outputs, inputs) after another.
+    The first is that of Linear and convolution layers; inputs may come before outputs, as in
+    transposed convolutions, and three dimensions may be one matrix after another.
     """
     if tensor.dim() < 2 or not tensor.numel():
-        return [None]
-    return [None, 1, *([len(tensor)] if tensor.dim() == 3 and len(tensor) > 1 else [])]
+        return [PLAIN]
+    stacked = (False, True) if tensor.dim() == 3 and len(tensor) > 1 else (False,)
+    return [
+        Layout(transposed=turned, stacked=apart) for apart in stacked for turned in (False, True)
+    ]
 
 
 def _candidate(
-    tensor: Tensor, hints: Hints, transposed: int | None, *, values: torch.dtype | None
+    tensor: Tensor, hints: Hints, used_as: Layout, *, values: torch.dtype | None
 ) -> _Candidate:
     """Returns the smallest way to store a tensor of one layout."""
     vector = tensor.dim() == 1
-    rows = tensor if vector else by_rows(tensor, transposed).contiguous()
+    rows = tensor if vector else by_rows(tensor, used_as).contiguous()
     quantized = None if vector else find_integers(rows, list(hints.sizes))
     if quantized is not None or (values and values.itemsize >= tensor.dtype.itemsize):
         values = None
@@ -139,8 +137,8 @@ def _candidate(
         integers, smaller = _smallest(rows, hints, plain)
         smaller += quantized.scales.numel() * quantized.scales.itemsize
         if smaller < size:
-            return _Candidate(integers, smaller, transposed, quantized)
-    return _Candidate(encoding, size, transposed if encoding.by_rows else None, None)
+            return _Candidate(integers, smaller, used_as, quantized)
+    return _Candidate(encoding, size, used_as if encoding.by_rows else PLAIN, None)
 
 
 def _smallest(rows: Tensor, hints: Hints, plain: Encoding) -> tuple[Encoding, int]:

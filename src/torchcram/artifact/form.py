@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchcram.artifact.encoding import Encoding
 from torchcram.artifact.integers import wide
-from torchcram.layers import LayerWeights, reduction_last
+from torchcram.layers import LayerWeights, Layout, reduction_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,15 @@ class Form:
         shape: of the tensor.
         encoding: how it is stored.
         transposed: the groups of a transposed convolution, where the encoding depends on what its
-            inputs and outputs are.
+            inputs and outputs are; 1 for other weights with their inputs before their outputs.
+        stacked: Whether dimension 0 is that of fused experts, where the encoding depends on it.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     encoding: Encoding
     transposed: int | None = None
+    stacked: bool = False
 
     @property
     def numel(self) -> int:
@@ -43,17 +45,17 @@ class Form:
     @property
     def in_order(self) -> bool:
         """Whether values are stored in the order in which they lie in memory."""
-        linear = len(self.shape) == 2 and self.transposed is None
+        linear = len(self.shape) == 2 + self.stacked and self.transposed is None
         return linear or not self.encoding.by_rows
 
     @property
     def rows(self) -> tuple[int, ...]:
         """(groups, outputs, *kernel positions, inputs)."""
-        return tuple(by_rows(torch.empty(self.shape, device="meta"), self.transposed).shape)
+        return tuple(self.to_rows(torch.empty(self.shape, device="meta")).shape)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """Views a tensor of the form as its `rows`."""
-        return by_rows(tensor, self.transposed)
+        return by_rows(tensor, layout(self.transposed, stacked=self.stacked))
 
     def from_rows(self, flat: Tensor) -> Tensor:
         """Returns values in the order of the rows as a tensor of the form."""
@@ -61,12 +63,16 @@ class Form:
         return flat.view(self.rows).movedim(-1, inputs).reshape(self.shape).contiguous()
 
 
-def by_rows(tensor: Tensor, transposed: int | None) -> Tensor:
+def layout(transposed: int | None, *, stacked: bool = False) -> Layout:
+    """Returns the layout that a form stands for."""
+    return Layout(transposed=transposed is not None, groups=transposed or 1, stacked=stacked)
+
+
+def by_rows(tensor: Tensor, used_as: Layout) -> Tensor:
     """Views a weight as (groups, outputs, *kernel positions, inputs).
 
     Args:
         tensor: of two dimensions or more.
-        transposed: the groups, where it is the weight of a transposed convolution.
+        used_as: How its layer uses it.
     """
-    weights = LayerWeights({"": tensor}, {} if transposed is None else {"": transposed})
-    return reduction_last(weights, "")
+    return reduction_last(LayerWeights({"": tensor}, {"": used_as}), "")

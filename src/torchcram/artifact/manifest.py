@@ -123,6 +123,7 @@ _ENTRY_KEYS: dict[str, tuple[type, ...]] = {
     "crc32": (int,),
     "sha256": (str,),
     "transposed": (int, type(None)),
+    "stacked": (bool,),
 }
 
 
@@ -134,13 +135,15 @@ def _entry_to_plain(entry: Entry) -> dict[str, object]:
         "crc32": entry.crc32,
         "sha256": entry.sha256,
     }
-    return plain if entry.transposed is None else {**plain, "transposed": entry.transposed}
+    if entry.transposed is not None:
+        plain["transposed"] = entry.transposed
+    return {**plain, "stacked": True} if entry.stacked else plain
 
 
 def _entry(name: str, plain: object) -> Entry:
     where = f"the entry of {name!r}"
     if isinstance(plain, dict):
-        plain = {"transposed": None, **plain}
+        plain = {"transposed": None, "stacked": False, **plain}
     found = _require_keys(plain, where, _ENTRY_KEYS)
     shape, groups = found["shape"], found["transposed"]
     if len(shape) > MOST_DIMENSIONS:  # before anything is computed from them
@@ -157,7 +160,8 @@ def _entry(name: str, plain: object) -> Entry:
         raise ValueError(
             f"{where} in its manifest has the shape {shape!r:.200}, which no memory holds"
         )
-    if groups is not None and not 1 <= groups < 1 << 63:
+    most = 1 if found["stacked"] else (1 << 63) - 1
+    if groups is not None and not 1 <= groups <= most:
         raise ValueError(f"{where} in its manifest has {groups!r:.80} groups")
     try:
         encoding = parse_encoding(found["encoding"])
@@ -170,6 +174,7 @@ def _entry(name: str, plain: object) -> Entry:
         shape=tuple(shape),
         encoding=encoding,
         transposed=groups,
+        stacked=found["stacked"],
         crc32=found["crc32"],
         sha256=found["sha256"],
     )
@@ -181,7 +186,8 @@ def _require_keys(
     if not isinstance(plain, dict) or plain.keys() != keys.keys():
         raise ValueError(f"{where} does not have the keys {', '.join(keys)}")
     for key, kinds in keys.items():
-        if not isinstance(plain[key], kinds) or isinstance(plain[key], bool):
+        known = isinstance(plain[key], kinds)
+        if not known or (isinstance(plain[key], bool) and bool not in kinds):
             raise ValueError(f"{where} has {plain[key]!r:.80} as {key}")
     return plain
 

@@ -19,11 +19,12 @@ from torchcram.artifact.manifest import digest as digest_of
 from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
 from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.files import let_read, written_aside
+from torchcram.layers import layout_of
 from torchcram.operators import Operator, Quantize
 from torchcram.operators.parse import parse_without_pruners
 from torchcram.sharded import is_sharded
 from torchcram.version import __version__
-from torchcram.weights import LayerWeights, compressible_weights
+from torchcram.weights import LayerWeights, layer_weights
 
 if TYPE_CHECKING:
     from typing import Any
@@ -90,7 +91,7 @@ def save(
                     value,
                     rounding if name in tables else hints,
                     values=rounded_to,
-                    transposed=known.transposed.get(name) if known is not None else None,
+                    used_as=layout_of(known, name) if known and name in known else None,
                 )
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
@@ -172,12 +173,7 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
 
 def _compressible(model: nn.Module | Mapping[str, Tensor]) -> LayerWeights | None:
     """Returns the compressible weights of a model; None for a state dict, which does not tell."""
-    if not isinstance(model, nn.Module):
-        return None
-    try:
-        return compressible_weights(model)
-    except ValueError:  # there are none
-        return LayerWeights({})
+    return layer_weights(model) if isinstance(model, nn.Module) else None
 
 
 def _may_be_compressed(value: Tensor) -> bool:

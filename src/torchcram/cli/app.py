@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import UsageError, errors_in_a_line, usage_in_a_line
 from torchcram.cli.torchrun import processes
 
 TOGETHER = ("train",)  # commands that several processes work on
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+class Commands(TyperGroup):
+    """The commands; mistakes in a command line look like all other errors."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Parses what comes before the name of a command."""
+        with usage_in_a_line():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
+        """Parses the rest and runs the command."""
+        with usage_in_a_line():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(name="torchcram", cls=Commands, no_args_is_help=True, add_completion=False)
 
 
 def _version(wanted: bool) -> None:
@@ -32,7 +48,7 @@ def main(
     """Train a model once; compress it to any size in one shot."""
     if processes() > 1 and context.invoked_subcommand not in TOGETHER:
         with errors_in_a_line():
-            raise ValueError(
+            raise UsageError(
                 f"{context.invoked_subcommand} is the work of one process, and torchrun has "
                 f"started {processes()}: start it without torchrun"
             )

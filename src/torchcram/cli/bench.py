@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import errors_in_a_line, usage
 from torchcram.cli.options import (
     DATA,
     DataFolder,
@@ -17,6 +17,7 @@ from torchcram.cli.options import (
     Download,
     ResultFile,
     Targets,
+    check_targets,
     find_device,
     load,
 )
@@ -69,6 +70,7 @@ def bench(
     with errors_in_a_line():
         import torch
 
+        from torchcram.cli.output import result_output
         from torchcram.cli.tables import show
         from torchcram.experiments.bench.engines import CPU_ENGINES, DEFAULT, check_engines
         from torchcram.experiments.bench.gpu_engines import GPU_ENGINES
@@ -84,28 +86,29 @@ def bench(
         gpu = where.type == "cuda"
         names = [name.strip() for name in engines.split(",")] if engines is not None else None
         names = names or list(GPU_ENGINES if gpu else DEFAULT)
-        check_engines(names, GPU_ENGINES if gpu else CPU_ENGINES)
         counts = tuple(threads or [torch.get_num_threads()])
-        plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
+        check_targets(to)
+        with usage():
+            check_engines(names, GPU_ENGINES if gpu else CPU_ENGINES)
+            plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
         opened = open_source(source, to or ())
         samples = load(opened.recipe, data, download=download)
-        if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
         cases = opened.cases(samples, device=where, accuracy=accuracy, report=say)
-        with tempfile.TemporaryDirectory() as folder:
-            result = run_bench(
-                cases,
-                opened.recipe,
-                samples,
-                plan=plan,
-                device=where,
-                folder=Path(folder),
-                report=say,
-            )
-        show(size_table(result))
-        for table in speed_tables(result):
-            show(table)
-        kept = [source / FILES[where.type]] if source.is_dir() else []
-        for path in [*kept, *([json] if json else [])]:
-            write_bench(result, path)
-            typer.echo(f"result: {path}")
+        with result_output(json) as write:
+            with tempfile.TemporaryDirectory() as folder:
+                result = run_bench(
+                    cases,
+                    opened.recipe,
+                    samples,
+                    plan=plan,
+                    device=where,
+                    folder=Path(folder),
+                    report=say,
+                )
+            show(size_table(result))
+            for table in speed_tables(result):
+                show(table)
+            if source.is_dir():
+                write_bench(result, source / FILES[where.type])
+                typer.echo(f"result: {source / FILES[where.type]}")
+            write(result)

@@ -18,6 +18,7 @@ from torchcram.cli.options import (
     ResultFile,
     RunFolder,
     Targets,
+    check_targets,
     find_device,
     load,
 )
@@ -63,6 +64,7 @@ def compress(
     Pruners (obs@..., wanda@..., sparsegpt@...) look at training batches first.
     """
     with errors_in_a_line():
+        from torchcram.cli.output import result_output
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show
         from torchcram.experiments.outcome import RESULT, add_to_results, check_results, measure
@@ -71,6 +73,7 @@ def compress(
         from torchcram.experiments.train import load_trained
         from torchcram.report.results_table import result_table
 
+        check_targets(to)
         where = find_device(device)
         trained = load_trained(run, where)
         recipe = with_targets(trained.recipe, to) if to else trained.recipe
@@ -80,30 +83,29 @@ def compress(
         if results is not None:
             check_results(results, trained.recipe, trained.info.seed)
         images = load(recipe, data, download=download)
-        if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
-        with watching() as watch:
-            result = measure(
-                replace(trained, recipe=recipe),
-                images,
-                device=where,
-                trials=bnt_trials,
-                save_to=save,
-                progress=watch.pieces("compressing", len(recipe.compress.to)),
-            )
-        show(result_table(result))
-        for path in [*([] if to or samples else [run / RESULT]), *([json] if json else [])]:
-            write_result(result, path)
-            typer.echo(f"result: {path}")
-        if results is not None:
-            (seed,) = result.seeds
-            if samples not in (None, trained.recipe.compress.calibration_samples):
-                told = tuple(replace(one, samples=samples) for one in seed.targets)
-                seed = replace(seed, targets=told)
-            path = add_to_results(results, trained.recipe, seed)
-            typer.echo(f"result: {path}")
-        if save is not None:
-            typer.echo(f"compressed models: {save}")
+        with result_output(json) as write:
+            with watching() as watch:
+                result = measure(
+                    replace(trained, recipe=recipe),
+                    images,
+                    device=where,
+                    trials=bnt_trials,
+                    save_to=save,
+                    progress=watch.pieces("compressing", len(recipe.compress.to)),
+                )
+            show(result_table(result))
+            if not to and not samples:
+                write_result(result, run / RESULT)
+                typer.echo(f"result: {run / RESULT}")
+            write(result)
+            if results is not None:
+                (seed,) = result.seeds
+                if samples not in (None, trained.recipe.compress.calibration_samples):
+                    told = tuple(replace(target, samples=samples) for target in seed.targets)
+                    seed = replace(seed, targets=told)
+                typer.echo(f"result: {add_to_results(results, trained.recipe, seed)}")
+            if save is not None:
+                typer.echo(f"compressed models: {save}")
 
 
 @app.command()
@@ -111,25 +113,29 @@ def evaluate(
     run: RunFolder,
     model: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Weights to load instead, as compress --save writes."),
+        typer.Option(
+            dir_okay=False,
+            help="File of weights to test instead: what `compress --save` or `export` writes, "
+            "compact or plain.",
+        ),
     ] = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     download: Download = False,
 ) -> None:
-    """Test a trained model, or a file of weights for it, on the test split."""
+    """Test a trained model, or a file with compressed weights of it, on the test split."""
     with errors_in_a_line():
         from torchcram import sparsity
         from torchcram.experiments.build import target_weights
         from torchcram.experiments.evaluate import score_on_test
-        from torchcram.experiments.run_folder import load_model_
+        from torchcram.experiments.run_folder import load_weights_
         from torchcram.experiments.text.texts import TextSet
         from torchcram.experiments.train import load_trained
 
         where = find_device(device)
         trained = load_trained(run, where)
         if model is not None:
-            load_model_(trained.model, model)
+            load_weights_(trained.model, model)
         images = load(trained.recipe, data, download=download)
         score = score_on_test(trained.model, trained.recipe, images, device=where)
         zeros = sparsity(target_weights(trained.recipe, trained.model))

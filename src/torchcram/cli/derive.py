@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line, stoppable
+from torchcram.cli.errors import errors_in_a_line, stoppable, usage
 from torchcram.cli.options import (
     DATA,
     DataFolder,
@@ -20,6 +20,7 @@ from torchcram.cli.options import (
     RunFolder,
     Sets,
     check_epochs,
+    check_sets,
 )
 
 At = Annotated[
@@ -73,10 +74,14 @@ def finetune(
         from torchcram.experiments.sweep import read_grid
 
         check_epochs(epochs, [*(sets or ()), *(grid or ())])
+        check_sets(sets)
+        with usage():
+            read_at(at)
+            grid_points = read_grid(grid or ())
         given = read_run(run)[0]
         recipes = {
             point: finetune_recipe(given, at, epochs=epochs, overrides=[*(sets or ()), *point])
-            for point in read_grid(grid or ())
+            for point in grid_points
         }
         train_on(
             run,
@@ -121,6 +126,9 @@ def transfer(
         from torchcram.experiments.run_folder import read_run
 
         check_epochs(epochs, sets)
+        check_sets(sets)
+        with usage():
+            read_at(at)
         target = load_recipe(to)
         recipe = transfer_recipe(read_run(run)[0], at, target, epochs=epochs, overrides=sets or ())
         train_on(

@@ -1,4 +1,8 @@
-"""Errors that a user can do something about, in a line and without a traceback."""
+"""Errors that a user can do something about, in one line and without a traceback.
+
+Exit status 2: the command line is wrong, whatever files, data and devices there are. Exit status 1:
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from torchcram.cli.torchrun import local_rank, rank
 
-# which extra brings a package, for what is missing
-EXTRAS = {
+EXTRAS = {  # that bring a package which may be missing
     "sklearn": "demo",
     "matplotlib": "report",
     "jinja2": "report",
@@ -21,38 +25,79 @@ EXTRAS = {
     "transformers": "text",
     "tokenizers": "text",
     "PIL": "vision",
-    "yaml": "vision",
-    "safetensors": "vision",
     "onnx": "export",
     "onnxscript": "export",
     "onnxruntime": "export",
 }
+CORE = {"numpy": "numpy", "rich": "rich", "safetensors": "safetensors", "yaml": "PyYAML"}
+"""Packages that torchcram itself depends on, and what pip calls them."""
+
+USAGE = 2  # exit status of mistakes in the command line
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 PATIENCE = 5.0  # seconds, for torchrun to end a process whose error another one has told
+
+# typer has a copy of click, or imports it, depending on its version
+_ClickUsageError: Any = typer.BadParameter.__mro__[1]
+_ClickError: Any = typer.BadParameter.__mro__[2]
+
+
+class UsageError(ValueError):
+    """A mistake in the command line."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Makes errors of a `with` block mistakes in the command line; for checks of its arguments."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def usage_in_a_line() -> Iterator[None]:
+    """Turns what the parser of the command line refuses into one line and exit status 2."""
+    try:
+        yield
+    except _ClickError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
+            raise
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        if isinstance(error, _ClickUsageError) and error.ctx is not None:
+            message += f"; see {error.ctx.command_path} --help"
+        _tell(message)
+        raise typer.Exit(error.exit_code) from None
 
 
 @contextmanager
 def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterator[None]:
-    """Turns errors into a line and exit status 1, and warnings into lines.
+    """Turns errors into one line and exit status 1, or 2 for `UsageError`; warnings into lines.
 
     Args:
-        needs: who needs a package that is missing.
-        extra: that brings every such package; by default the one that is about it.
+        needs: Name of what needs a package that is missing.
+        extra: Extra that brings every such package; by default the one in `EXTRAS`.
     """
+    code = 1
     try:
         with _warnings_in_a_line():
             yield
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        if package in CORE:
+            pip = f"pip install {CORE[package]}"
+        elif package in EXTRAS:
+            pip = f'pip install "torchcram[{extra or EXTRAS[package]}]"'
+        else:
             raise
-        pip = f'pip install "torchcram[{extra or EXTRAS[package]}]"'
         message = f"{needs} needs {package}, which is missing: {pip}"
+    except BrokenPipeError:  # whoever read standard output has gone; typer ends quietly
+        raise
     except OSError as error:
         known = error.filename is not None and error.strerror
         message = f"{error.filename}: {error.strerror}" if known else str(error)
     except (ValueError, FloatingPointError) as error:
         message = str(error)
+        code = USAGE if isinstance(error, UsageError) else 1
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise
@@ -60,7 +105,7 @@ def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterat
     else:
         return
     _tell(" ".join(message.split()))
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 def _tell(message: str) -> None:

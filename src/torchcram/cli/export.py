@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import errors_in_a_line, usage
 from torchcram.cli.options import (
     DATA,
     DataFolder,
@@ -18,6 +18,7 @@ from torchcram.cli.options import (
     ResultFile,
     RunFolder,
     Targets,
+    check_targets,
     find_device,
     load,
 )
@@ -69,35 +70,37 @@ def export(
     The format torchcram is the compact one; the others hold the same weights, zeros and all.
     """
     with errors_in_a_line():
+        from torchcram.cli.output import result_output
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show
-        from torchcram.experiments.export import check_export
-        from torchcram.experiments.export import export as write
-        from torchcram.experiments.results import write_result
+        from torchcram.experiments.export import check_export, check_options
+        from torchcram.experiments.export import export as write_files
         from torchcram.experiments.run_folder import MODEL
         from torchcram.experiments.train import load_trained
 
+        check_targets(to)
+        with usage():
+            check_options(kind, values, embeddings)
         where = find_device(device)
         trained = load_trained(run, where)
         check_export(trained, kind, values, embeddings)
         targets = to or list(trained.recipe.compress.to)
         images = load(trained.recipe, data, download=download)
-        with watching() as watch:
-            result, found = write(
-                trained,
-                images,
-                out or run / "export",
-                targets=targets,
-                kind=kind,
-                values=values,
-                embeddings=embeddings,
-                device=where,
-                progress=watch.pieces("compressing", len(targets)),
-            )
-        show(_table(result, found, (run / MODEL).stat().st_size))
-        if json is not None:
-            write_result(result, json)
-            typer.echo(f"result: {json}")
+        with result_output(json) as write:
+            with watching() as watch:
+                result, files = write_files(
+                    trained,
+                    images,
+                    out or run / "export",
+                    targets=targets,
+                    kind=kind,
+                    values=values,
+                    embeddings=embeddings,
+                    device=where,
+                    progress=watch.pieces("compressing", len(targets)),
+                )
+            show(_table(result, files, (run / MODEL).stat().st_size))
+            write(result)
 
 
 def _table(result: Result, found: Sequence[Exported], dense: int) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -11,14 +12,39 @@ from torchcram.cli.app import app
 from torchcram.cli.errors import errors_in_a_line
 
 OPERATORS = (
-    ("global:SPARSITY", "global:0.9", "zeroes that part of all weights, the smallest ones"),
+    ("global:SPARSITY", "global:0.9", "zeroes that fraction of all weights, the smallest ones"),
     ("uniform:SPARSITY", "uniform:0.8", "the same in every layer"),
-    ("global:LOW-HIGH", "global:0.3-0.9", "a range to train over; uniform too"),
+    ("row:SPARSITY", "row:0.5", "the same for every output of a layer"),
+    ("global:LOW-HIGH", "global:0.3-0.9", "a range to train over; uniform and row too"),
     ("nm:N:M", "nm:2:4", "keeps the N largest of every M along the inputs"),
-    ("intBITS", "int4", "rounds to that many bits, a scale for every output channel"),
-    ("intBITS:gSIZE", "int4:g64", "the same, a scale for every group of that many inputs"),
-    ("ONE+OTHER", "global:0.8+int4", "one after the other"),
+    ("intBITS", "int4", "rounds to that many bits, with a scale for every output channel"),
+    ("intBITS:gSIZE", "int4:g64", "the same, with a scale for every group of that many inputs"),
+    ("FIRST+SECOND", "global:0.8+int4", "applies one after the other"),
+    ("PATTERN", "row:0.5", "what a pruner takes: one of global, uniform, row and nm"),
+    ("wanda@PATTERN", "wanda@nm:2:4", "pruner: zeroes by magnitude times the norm of the input"),
+    (
+        "sparsegpt@PATTERN",
+        "sparsegpt@row:0.5",
+        "pruner: the other weights of a layer make up for those that it zeroes; not global",
+    ),
+    (
+        "sparsegpt:OPTIONS@PATTERN",
+        "sparsegpt:b64@nm:2:4",
+        "options, a letter and a number each: b block, d damping",
+    ),
+    (
+        "obs@PATTERN",
+        "obs@uniform:0.7",
+        "pruner: zeroes the weights that the loss needs least, judged by gradients",
+    ),
+    (
+        "obs:OPTIONS@PATTERN",
+        "obs:m64:r8@uniform:0.7",
+        "options: m gradients, b block, d damping, r recomputations",
+    ),
 )
+
+Row = tuple[str | int, ...]
 
 
 class What(str, Enum):
@@ -31,48 +57,75 @@ class What(str, Enum):
 
 
 @app.command("list")
-def list_(what: Annotated[What, typer.Argument(help="What to list.")]) -> None:
-    """List the recipes, models, data sets or operators there are."""
+def list_(
+    what: Annotated[What, typer.Argument(metavar="WHAT", help="What to list.")],
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="FILTER", help="Text that the name must contain: resnet20."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the recipes, models, datasets or operators there are."""
     with errors_in_a_line():
-        from torchcram.cli.tables import names_table, show
-
-        header, rows = {
+        columns, rows = {
             What.recipes: _recipes,
             What.models: _models,
             What.datasets: _datasets,
             What.operators: _operators,
-        }[what]()
-        show(names_table(what.value, header, rows))
+        }[what]((text or "").lower())
+        if not rows:
+            raise ValueError(f"none of the {what.value} has {text!r} in its name")
+        if as_json:
+            _print_json(columns, rows)
+            return
+        from torchcram.cli.tables import names_table, show
+
+        cells = [tuple(map(str, row)) for row in rows]
+        show(names_table(what.value, columns, cells))
 
 
-Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+Listing = tuple[tuple[str, ...], list[Row]]
 
 
-def _recipes() -> Rows:
+def _recipes(text: str) -> Listing:
     from torchcram.experiments.recipe import load_recipe, recipe_names
 
-    found = [(name, load_recipe(name)) for name in recipe_names()]
+    recipes = [load_recipe(name) for name in recipe_names() if text in name.lower()]
     return ("recipe", "title", "epochs"), [
-        (name, one.title, str(one.train.epochs)) for name, one in found
+        (recipe.name, recipe.title, recipe.train.epochs) for recipe in recipes
     ]
 
 
-def _models() -> Rows:
+def _models(text: str) -> Listing:
     from torchcram.experiments.models import model_names
     from torchcram.experiments.text.names import ALLOWED
 
-    return ("model",), [(name,) for name in [*model_names(), *ALLOWED]]
+    return ("model",), _with([(name,) for name in [*model_names(), *ALLOWED]], text)
 
 
-def _datasets() -> Rows:
+def _datasets(text: str) -> Listing:
     from torchcram.experiments.data import dataset_names
     from torchcram.experiments.text.tasks import TASKS
 
-    rows = [*dataset_names().items()]
+    rows: list[Row] = [*dataset_names().items()]
     rows += [(name, task.title) for name, task in TASKS.items()]
     rows.append(("NAME", "any folder or archive NAME/<split>/<class>/*.jpg in the data folder"))
-    return ("data set", "what it is"), [tuple(row) for row in rows]
+    return ("dataset", "what it is"), _with(rows, text)
 
 
-def _operators() -> Rows:
-    return ("operator", "example", "what it does"), list(OPERATORS)
+def _operators(text: str) -> Listing:
+    return ("operator", "example", "what it does"), _with(OPERATORS, text)
+
+
+def _with(rows: Sequence[Row], text: str) -> list[Row]:
+    """Returns the rows whose names contain a text."""
+    return [row for row in rows if text in str(row[0]).lower()]
+
+
+def _print_json(columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Prints a list of objects whose keys are the columns of the table."""
+    import json
+
+    keys = [column.replace(" ", "_") for column in columns]
+    found = [dict(zip(keys, row, strict=True)) for row in rows]
+    typer.echo(json.dumps(found, indent=2))

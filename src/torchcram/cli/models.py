@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import UsageError, errors_in_a_line
 
 models = typer.Typer(no_args_is_help=True, help="Language models, to take to other machines.")
 app.add_typer(models, name="models")
@@ -33,7 +33,7 @@ def export(
         from torchcram.experiments.text.names import MINILM
 
         if name != MINILM:
-            raise ValueError(f"model {name!r}: allowed is {MINILM}, which a package carries")
+            raise UsageError(f"model {name!r}: allowed is {MINILM}, which a package carries")
         folder = export_minilm(out, dtype=dtype)
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         typer.echo(f"model: {folder}, {size:.0f} MB; use it by --set model.name={folder.resolve()}")

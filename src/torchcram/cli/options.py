@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torchcram.cli.errors import UsageError, usage
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,7 +44,13 @@ Targets = Annotated[
     ),
 ]
 ResultFile = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="File for the result.")
+    Path | None,
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        allow_dash=True,
+        help="File for the result; - is standard output, which then gets nothing else.",
+    ),
 ]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", file_okay=False, help="Folder of a finished run.")
@@ -56,6 +64,7 @@ def find_device(name: str) -> torch.device:
     """Returns the device of a name; "auto" is a GPU where there is one.
 
     Raises:
+        UsageError: for a name that is no device.
         ValueError: if there is no such device here.
     """
     import torch
@@ -66,9 +75,9 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device {name}: allowed are auto, cpu, cuda, cuda:1") from None
+        raise UsageError(f"--device {name}: allowed are auto, cpu, cuda, cuda:1") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name}: allowed are auto, cpu, cuda, cuda:1")
+        raise UsageError(f"--device {name}: allowed are auto, cpu, cuda, cuda:1")
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"--device {name}: torch finds {gpus} GPUs on this machine")
     return device
@@ -99,10 +108,27 @@ def find_device_of(team: Team, name: str) -> torch.device:
 
 
 def check_epochs(epochs: int | None, overrides: Sequence[str] | None) -> None:
-    """Refuses epochs that are said in two ways."""
+    """Refuses epochs that are given twice."""
     keys = [text.partition("=")[0].strip() for text in overrides or ()]
     if epochs is not None and "train.epochs" in keys:
-        raise ValueError("--epochs and train.epochs exclude each other: they say the same")
+        raise UsageError("--epochs and train.epochs exclude each other: they say the same")
+
+
+def check_sets(sets: Sequence[str] | None) -> None:
+    """Refuses values of --set that are not of the form KEY=VALUE."""
+    from torchcram.experiments.yaml_text import override
+
+    with usage():
+        override({}, sets or ())
+
+
+def check_targets(targets: Sequence[str] | None) -> None:
+    """Refuses operators that a model cannot be compressed to."""
+    from torchcram.experiments.recipe import CompressConfig
+
+    with usage():
+        if targets:
+            CompressConfig(to=tuple(targets))
 
 
 def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
@@ -113,7 +139,7 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     from torchcram.experiments.step import EagerStep
 
     if eager and compiled:
-        raise ValueError("--eager and --compile exclude each other")
+        raise UsageError("--eager and --compile exclude each other")
     return EagerStep if eager else partial(make_step, compiled=compiled)
 
 

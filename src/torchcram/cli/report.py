@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
+from torchcram.cli.errors import UsageError, errors_in_a_line
 
 RESULTS = Path("results")
 PAGES = (Path("README.md"), Path("docs/results.md"))
@@ -28,7 +28,7 @@ def report(
     With what `torchcram bench` measured of a run, also its speed and size.
     """
     with errors_in_a_line():
-        from torchcram.files import write_atomically
+        from torchcram.experiments.files import write_atomically
         from torchcram.report.bench_section import read_benches
         from torchcram.report.runs_page import runs_page
         from torchcram.report.sources import read_sources
@@ -60,9 +60,9 @@ def results(
         from torchcram.report.marked import stale, update_files
 
         if write and check:
-            raise ValueError("--write and --check do not go together")
+            raise UsageError("--write and --check do not go together")
         if pages and not (write or check):
-            raise ValueError("FILE goes with --write or --check")
+            raise UsageError("FILE goes with --write or --check")
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
         if not (write or check):

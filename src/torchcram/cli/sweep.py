@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line, stoppable
+from torchcram.cli.errors import errors_in_a_line, stoppable, usage
 from torchcram.cli.options import (
     DATA,
     RUNS,
@@ -21,6 +21,7 @@ from torchcram.cli.options import (
     Epochs,
     Sets,
     check_epochs,
+    check_sets,
     find_device,
     load,
     step_maker,
@@ -64,17 +65,21 @@ def sweep(
         from torchcram import parse_operator
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show, sweep_table
+        from torchcram.experiments.files import write_atomically
         from torchcram.experiments.recipe import load_recipe
         from torchcram.experiments.recipe_changes import with_epochs
         from torchcram.experiments.sweep import read_grid
         from torchcram.experiments.sweep import sweep as try_out
-        from torchcram.files import write_atomically
 
         changes = tuple(sets or ())
         check_epochs(epochs, [*changes, *grid])
+        check_sets(changes)
+        with usage():
+            grid_points = read_grid(grid)
+            scored = [str(parse_operator(text)) for text in score or ()]
         recipes = {
             point: with_epochs(load_recipe(recipe, [*changes, *point]), epochs)
-            for point in read_grid(grid)
+            for point in grid_points
         }
         first = next(iter(recipes.values()))
         folder = out or RUNS / first.name / "sweep"
@@ -106,7 +111,7 @@ def sweep(
         told = {
             "recipe": first.name,
             "seed": seed,
-            "score": [str(parse_operator(text)) for text in score or first.compress.to],
+            "score": scored or list(first.compress.to),
             "points": [asdict(point) for point in points],
             "best": list(best.overrides),
             "next": shlex.join(line),

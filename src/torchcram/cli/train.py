@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line, stoppable
+from torchcram.cli.errors import UsageError, errors_in_a_line, stoppable
 from torchcram.cli.options import (
     DATA,
     Compile,
@@ -76,14 +76,14 @@ def train(
         from torchcram.experiments.team import joined
 
         if jobs is not None and not parallel:
-            raise ValueError("--jobs goes with --parallel")
+            raise UsageError("--jobs goes with --parallel")
         if parallel and processes() > 1:
-            raise ValueError(
+            raise UsageError(
                 "--parallel gives every run a process of its own, torchrun gives a run several: "
                 "they exclude each other"
             )
         if compiled and processes() > 1:
-            raise ValueError(
+            raise UsageError(
                 f"--compile is for one process, and torchrun has started {processes()}"
             )
         options = TrainOptions(

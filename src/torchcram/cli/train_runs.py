@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import typer
 
+from torchcram.cli.errors import UsageError
 from torchcram.cli.options import (
     RUNS,
     check_epochs,
+    check_sets,
     find_device,
     find_device_of,
     load_in,
@@ -79,6 +81,7 @@ def plan(
     """
     find_device(options.device)
     check_epochs(options.epochs, options.sets)
+    check_sets(options.sets)
     step_maker(options.eager, options.compiled)
     loaded = [with_epochs(load_recipe(one, options.sets), options.epochs) for one in recipes]
     alone = len(recipes) * len(seeds) == 1
@@ -89,7 +92,7 @@ def plan(
             below = (RUNS if out is None else out) / recipe.name / f"seed{seed}"
             folder = out if out is not None and alone else below
             if any(folder == one.folder for one in trainings):
-                raise ValueError(f"{recipe.name} with seed {seed} is asked for twice")
+                raise UsageError(f"{recipe.name} with seed {seed} is asked for twice")
             if options.results is not None:
                 check_results(options.results, recipe, seed)
             name = recipe.method if methods.count(recipe.method) == 1 else recipe.name

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from torchcram.experiments.checkpoint_content import require_state
 from torchcram.experiments.differences import explain_differences
-from torchcram.experiments.files import remove_leftovers
-from torchcram.files import write_atomically
+from torchcram.experiments.files import remove_leftovers, write_atomically
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,28 +49,38 @@ def save_checkpoint(
     torch.save({"identity": dict(identity), "epoch": epoch, "state": dict(state)}, buffer)
     payload = buffer.getbuffer()
     digest = hashlib.sha256(payload).hexdigest().encode()
-    path = folder / f"epoch-{epoch:04d}.pt"
+    path = checkpoint_path(folder, epoch)
     write_atomically(path, b"".join((_MAGIC, digest, b"\n", payload)))
     for old in [one for number, one in _found(folder) if number <= epoch][KEPT:]:
         old.unlink(missing_ok=True)
     return path
 
 
-def load_latest(folder: Path, identity: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+def checkpoint_path(folder: Path, epoch: int) -> Path:
+    """Returns the path of the checkpoint of an epoch."""
+    return folder / f"epoch-{epoch:04d}.pt"
+
+
+def load_latest(
+    folder: Path, identity: Mapping[str, Any], *, before: int | None = None
+) -> tuple[int, dict[str, Any]] | None:
     """Returns the epoch and state of the newest checkpoint that is whole, or None without one.
 
     A file that is cut off, altered or something else is named in a warning, and the one before it
     is taken. What a killed process was writing is removed.
 
     Args:
-        folder: need not be there.
-        identity: of the run that is to continue.
+        folder: Folder of the checkpoints, which need not be there.
+        identity: Identity of the run that is to continue.
+        before: Epoch that the checkpoint must be older than; by default any will do.
 
     Raises:
         ValueError: if the checkpoint is of another run, naming in what they differ.
     """
     remove_leftovers(folder)
     for number, path in _found(folder):
+        if before is not None and number >= before:
+            continue
         try:
             content = _read(path, number)
         except (OSError, ValueError) as error:
@@ -98,15 +107,29 @@ def _read(path: Path, epoch: int) -> dict[str, Any]:
         raise ValueError("it is cut off or altered, its digest is another one")
     try:
         content = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
+        # with the right digest it may hold anything, and torch raises whatever comes of that
         raise ValueError(f"torch cannot read it: {error}") from error
     if not isinstance(content, dict) or content.keys() != {"identity", "epoch", "state"}:
         raise ValueError("it does not hold identity, epoch and state")
-    if not isinstance(content["identity"], dict) or not isinstance(content["state"], dict):
-        raise ValueError("its identity or its state is no mapping")
-    if content["epoch"] != epoch:
-        raise ValueError(f"it is of epoch {content['epoch']}, not {epoch}")
+    if not isinstance(content["identity"], dict) or not _is_plain(content["identity"]):
+        raise ValueError("its identity is no mapping of plain values")
+    if not isinstance(content["state"], dict):
+        raise ValueError("its state is no mapping")
+    if type(content["epoch"]) is not int or content["epoch"] != epoch:
+        raise ValueError(f"it is of epoch {content['epoch']!r:.80}, not {epoch}")
     return content
+
+
+def _is_plain(value: object) -> bool:
+    """Says whether a value is what JSON could hold; anything else cannot be compared."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, bool, int, float))
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
@@ -124,9 +147,28 @@ def state_of(model: nn.Module, optimizer: Optimizer, device: torch.device) -> di
 
 
 def load_state_(
+    model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: object
+) -> None:
+    """Continues from what `state_of` returned, on this device or another one.
+
+    Raises:
+        ValueError: If the state is of another model or optimizer, or none at all. Only where a part
+            of it is junk that the optimizer itself refuses, the model may have changed by then.
+    """
+    require_state(model, optimizer, device, state=state)
+    try:
+        _load_state_(model, optimizer, device, state=cast("dict[str, Any]", state))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"its state is not that of such a training: {error!r}") from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or "CUDA" in str(error):  # the memory is full, say
+            raise
+        raise ValueError(f"its state is not that of such a training: {error}") from error
+
+
+def _load_state_(
     model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: dict[str, Any]
 ) -> None:
-    """Continues from what `state_of` returned, on this device or another one."""
     model.load_state_dict(state["model"])
     optimizer.load_state_dict({**optimizer.state_dict(), **state["optimizer"]})
     _align_(optimizer)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from torchcram.experiments.derived import Derived, finetune
 from torchcram.experiments.derived_start import ORIGIN, START
-from torchcram.experiments.files import locked
+from torchcram.experiments.files import locked, write_atomically
 from torchcram.experiments.step import EagerStep, MakeStep
 from torchcram.experiments.stopping import held_out_values
 from torchcram.experiments.sweep import Overrides, folder_name, require_same_texts
-from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     import torch

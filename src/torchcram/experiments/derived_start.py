@@ -17,12 +17,12 @@ from torchcram.experiments import json_text
 from torchcram.experiments.build import build_initial_model, place
 from torchcram.experiments.differences import explain_differences
 from torchcram.experiments.evaluate import accuracy_on_test, require_fit, tune_
+from torchcram.experiments.files import write_atomically
 from torchcram.experiments.models import replace_head_
 from torchcram.experiments.recipe_changes import DENSE
 from torchcram.experiments.run import Start
 from torchcram.experiments.run_folder import RUN, load_model_, save_model
 from torchcram.experiments.seeds import global_seed
-from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +13,15 @@ from torchcram import artifact
 from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.experiments.build import build_batches, target_weights
 from torchcram.experiments.evaluate import score_on_test
+from torchcram.experiments.files import (
+    folder_written_aside,
+    naming_errors,
+    remove_leftovers,
+)
 from torchcram.experiments.outcome import measure
 from torchcram.experiments.recipe_changes import as_name, with_targets
-from torchcram.experiments.run_folder import load_model_, save_model
+from torchcram.experiments.run_folder import save_model
+from torchcram.files import temporary_folder
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
@@ -27,7 +31,13 @@ if TYPE_CHECKING:
     from torchcram.experiments.results import Result, TargetResult
     from torchcram.experiments.train import Trained
 
-FORMATS = ("torchcram", "safetensors", "transformers", "onnx")
+ENDINGS = {  # of what an export is called, by its format
+    "torchcram": ".torchcram.safetensors",
+    "safetensors": ".safetensors",
+    "transformers": "",
+    "onnx": ".onnx",
+}
+FORMATS = tuple(ENDINGS)
 VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLES = 4  # that an ONNX file is compared with the model on
 
@@ -47,13 +57,11 @@ class Exported:
     target: TargetResult
 
 
-def check_export(
-    trained: Trained, kind: str, values: str | None, embeddings: str | None = None
-) -> None:
-    """Refuses what cannot be written, before anything is computed.
+def check_options(kind: str, values: str | None, embeddings: str | None) -> None:
+    """Refuses options of `export` that do not exist or do not go together.
 
     Raises:
-        ValueError: saying what is allowed.
+        ValueError: If one is refused; it names what is allowed.
     """
     if kind not in FORMATS:
         raise ValueError(f"--format {kind}: allowed are {', '.join(FORMATS)}")
@@ -62,6 +70,17 @@ def check_export(
     for option, given in (("values", values), ("embeddings", embeddings)):
         if given is not None and kind != "torchcram":
             raise ValueError(f"--{option} {given}: only --format torchcram gets smaller by that")
+
+
+def check_export(
+    trained: Trained, kind: str, values: str | None, embeddings: str | None = None
+) -> None:
+    """Refuses what cannot be written, before anything is computed.
+
+    Raises:
+        ValueError: If it cannot be; the message names what is allowed.
+    """
+    check_options(kind, values, embeddings)
     if embeddings is not None:
         round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
     if kind == "transformers" and trained.recipe.text is None:
@@ -84,6 +103,9 @@ def export(
 ) -> tuple[Result, list[Exported]]:
     """Compresses a trained model to targets, tests each and writes it.
 
+    Each file is there as a whole or not at all, whenever the process is killed. What killed
+    processes have left in the folder is removed.
+
     Args:
         trained: stays as it is.
         data: that it was trained and tested on.
@@ -103,21 +125,23 @@ def export(
     check_export(trained, kind, values, embeddings)
     rounding = {"values": None if values is None else VALUES[values], "embeddings": embeddings}
     trained = replace(trained, recipe=with_targets(trained.recipe, targets))
-    found = []
-    with tempfile.TemporaryDirectory() as aside:
-        result = measure(trained, data, device=device, save_to=Path(aside), progress=progress)
-        (seed,) = result.seeds
-        for target in seed.targets:
-            small = deepcopy(trained.model)
-            load_model_(small, Path(aside) / f"{target.operator.replace(':', '-')}.safetensors")
-            if values is not None or embeddings is not None:
-                target = _rounded_(
-                    small, trained, data, target=target, rounding=rounding, device=device
-                )
-            path = _write(small, trained, data, target=target, to=to, kind=kind, rounding=rounding)
-            found.append(Exported(path, _size(path), target))
-    targets_found = tuple(one.target for one in found)
-    return replace(result, seeds=(replace(seed, targets=targets_found),)), found
+    remove_leftovers(to)
+    written: list[Exported] = []
+
+    def write(target: TargetResult, small: nn.Module) -> None:
+        if values is not None or embeddings is not None:
+            target = _rounded_(
+                small, trained, data, target=target, to=to, rounding=rounding, device=device
+            )
+        path = to / f"{as_name(target.operator)}{ENDINGS[kind]}"
+        with naming_errors(path):
+            _write(small, trained, data, target=target, path=path, kind=kind, rounding=rounding)
+        written.append(Exported(path, _size(path), target))
+
+    result = measure(trained, data, device=device, use=write, progress=progress)
+    (seed,) = result.seeds
+    tested = tuple(exported.target for exported in written)
+    return replace(result, seeds=(replace(seed, targets=tested),)), written
 
 
 def _rounded_(
@@ -126,13 +150,14 @@ def _rounded_(
     data: AnyData,
     *,
     target: TargetResult,
+    to: Path,
     rounding: dict[str, Any],
     device: torch.device,
 ) -> TargetResult:
     """Makes a model what its file gives back, and tests that."""
-    with tempfile.TemporaryDirectory() as aside:
-        artifact.save(model, Path(aside) / "model", operator=target.operator, **rounding)
-        artifact.load(Path(aside) / "model", model)
+    with temporary_folder(to / "rounded") as aside, naming_errors(to):
+        artifact.save(model, aside / "model", operator=target.operator, **rounding)
+        artifact.load(aside / "model", model)
     score = score_on_test(model, trained.recipe, data, device=device)
     return replace(target, after=score.value, others=score.others)
 
@@ -143,32 +168,29 @@ def _write(
     data: AnyData,
     *,
     target: TargetResult,
-    to: Path,
+    path: Path,
     kind: str,
     rounding: dict[str, Any],
-) -> Path:
-    name, operator = as_name(target.operator), target.operator
+) -> None:
+    operator = target.operator
     if kind == "torchcram":
-        path = to / f"{name}.torchcram.safetensors"
         said = _metadata(trained, target)
         artifact.save(model, path, operator=operator, metadata=said, **rounding)
-        return path
+        return
     if kind == "safetensors":
-        path = to / f"{name}.safetensors"
         save_model(model, path)
-        return path
+        return
     if kind == "transformers":
         from torchcram.experiments.text.models import load_tokenizer
 
-        path = to / name
         inner: Any = model.model
-        inner.save_pretrained(path)
-        load_tokenizer(trained.recipe.model.name).save_pretrained(path)
-        return path
+        with folder_written_aside(path) as aside:
+            inner.save_pretrained(aside)
+            load_tokenizer(trained.recipe.model.name).save_pretrained(aside)
+        return
     from torchcram.runtime.onnx import export_onnx
 
-    path = to / f"{name}.onnx"
-    to.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     model = model.cpu().eval()
     cpu = torch.device("cpu")
     batches = build_batches(trained.recipe, data, train=False, device=cpu, seed=0)
@@ -179,12 +201,11 @@ def _write(
     export_onnx(
         model,
         path,
-        (inputs[:SAMPLES],),
+        inputs[:SAMPLES],
         operator=parse_pruner(operator),
         weights=weights,
         dynamic_dims=dims,
     )
-    return path
 
 
 def _metadata(trained: Trained, target: TargetResult) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ def one_shot(
     seed: int,
     trials: int = 1,
     save_to: Path | None = None,
+    use: Callable[[TargetResult, nn.Module], None] | None = None,
     progress: Callable[[TargetResult], None] | None = None,
     team: Team = ALONE,
 ) -> list[TargetResult]:
@@ -60,8 +62,10 @@ def one_shot(
         device: of all that is computed.
         seed: of the calibration sets.
         trials: how many calibration sets; texts need none.
-        save_to: a folder for the compressed models, tuned with the last set; `global:0.9` becomes
-            `global-0.9.safetensors`.
+        save_to: Folder for the compressed models, tuned on the first calibration set; `global:0.9`
+            becomes `global-0.9.safetensors`.
+        use: Function that is called with every target and its compressed model, tuned on the first
+            calibration set, in the first process.
         progress: told of every target as soon as it is measured.
         team: that shares the test images; files are written by the first.
 
@@ -93,7 +97,10 @@ def one_shot(
         parameters = dict(small.named_parameters())
         before = tested()
         after = [before] if untuned else []
+        first = small  # of which no calibration set but the first is seen
         for trial in range(0 if untuned else trials):
+            if trial == 1 and team.first and (save_to or use):
+                first = copy.deepcopy(small)
             tune_(small, recipe, data, device=device, seed=seed, trial=trial)
             take_statistics_(small, team)
             after.append(tested())
@@ -110,7 +117,9 @@ def one_shot(
             seconds=seconds,
         )
         if save_to is not None and team.first:
-            save_model(small, save_to / f"{str(operator).replace(':', '-')}.safetensors")
+            save_model(first, save_to / f"{str(operator).replace(':', '-')}.safetensors")
+        if use is not None and team.first:
+            use(result, first)
         if progress is not None:
             progress(result)
         results.append(result)

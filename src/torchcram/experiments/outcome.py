@@ -24,6 +24,7 @@ from torchcram.experiments.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from torchcram.experiments.data import AnyData
     from torchcram.experiments.recipe import Recipe
@@ -70,6 +71,7 @@ def measure(
     device: torch.device,
     trials: int = 1,
     save_to: Path | None = None,
+    use: Callable[[TargetResult, nn.Module], None] | None = None,
     progress: Callable[[TargetResult], None] | None = None,
     team: Team = ALONE,
 ) -> Result:
@@ -80,7 +82,8 @@ def measure(
         data: that it was trained and tested on.
         device: of all that is computed.
         trials: how many calibration sets.
-        save_to: a folder for the compressed models.
+        save_to: Folder for the compressed models.
+        use: Function that is called with every target and its compressed model.
         progress: told of every target that is measured.
         team: that shares the work.
 
@@ -99,6 +102,7 @@ def measure(
         seed=info.seed,
         trials=trials,
         save_to=save_to,
+        use=use,
         progress=progress,
         team=team,
     )

@@ -14,7 +14,6 @@ from torchcram.experiments.build import build_batches, target_weights
 from torchcram.experiments.seeds import mixed
 from torchcram.experiments.step import autocast, loss_of
 from torchcram.experiments.team import ALONE, Team
-from torchcram.operators import Chain
 from torchcram.pruners import Obs, Pruner, prune_
 
 if TYPE_CHECKING:
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 
 def looks_at_data(operator: Operator) -> bool:
     """Says whether there is a pruner in an operator."""
-    if isinstance(operator, Chain):
-        return looks_at_data(operator.first) or looks_at_data(operator.then)
-    return isinstance(operator, Pruner)
+    return any(isinstance(part, Pruner) for part in operator.parts)
 
 
 def pruned(
@@ -85,9 +82,7 @@ def pruned(
 
 
 def _batches_for(operator: Operator, few: int) -> int:
-    if isinstance(operator, Chain):
-        return max(_batches_for(operator.first, few), _batches_for(operator.then, few))
-    return operator.gradients if isinstance(operator, Obs) else few
+    return max(part.gradients if isinstance(part, Obs) else few for part in operator.parts)
 
 
 class _Some:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchcram.experiments import json_text
 from torchcram.experiments.differences import differences
+from torchcram.experiments.files import write_atomically
 from torchcram.experiments.score import ACCURACY
 from torchcram.experiments.structure import require
-from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     from torchcram.experiments.recipe import Recipe

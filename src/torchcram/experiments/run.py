@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchcram import hold_masks
 from torchcram.experiments.build import build_initial_model, build_optimizer, place
 from torchcram.experiments.checkpoint import (
+    checkpoint_path,
     load_latest,
     load_state_,
     save_checkpoint,
@@ -92,24 +96,49 @@ class Run:
         device: torch.device,
         team: Team = ALONE,
     ) -> Run:
-        """Returns the training as the latest checkpoint has it, or at its beginning."""
-        # one process reads: all continue from the same epoch, and need not see the same disk
-        latest = team.from_first(lambda: load_latest(folder / CHECKPOINTS, identity(recipe, info)))
-        if start is not None:
-            model = copy.deepcopy(start.model)
-        else:
-            pretrained = recipe.model.pretrained and latest is None
-            model = build_initial_model(
-                recipe, classes=len(info.data.classes), seed=info.seed, pretrained=pretrained
-            )
-        model = with_shared_statistics(place(model, device), device, team)
-        optimizer = build_optimizer(recipe, model, seed=info.seed)
-        run = cls(recipe, folder, info, model, optimizer, device, team)
-        if latest is not None:
-            run.done, state = latest
-            run.seconds = state["seconds"]
-            load_state_(model, run.optimizer, device, state=state["training"])
-        return run
+        """Returns the training as the latest checkpoint has it, or at its beginning.
+
+        A checkpoint whose content does not fit, though its digest is right, is named in a warning,
+        and the one before it is taken.
+        """
+        checkpoints, who, before = folder / CHECKPOINTS, identity(recipe, info), None
+        while True:
+            # one process reads: all continue from the same epoch, and need not see the same disk
+            read = partial(load_latest, checkpoints, who, before=before)
+            latest = team.from_first(read)
+            if start is not None:
+                model = copy.deepcopy(start.model)
+            else:
+                pretrained = recipe.model.pretrained and latest is None
+                model = build_initial_model(
+                    recipe, classes=len(info.data.classes), seed=info.seed, pretrained=pretrained
+                )
+            model = with_shared_statistics(place(model, device), device, team)
+            optimizer = build_optimizer(recipe, model, seed=info.seed)
+            run = cls(recipe, folder, info, model, optimizer, device, team)
+            if latest is None:
+                return run
+            before, state = latest
+            problem = team.agree(partial(run._continue_from, before, state))
+            if not team.sums(problem is not None)[0]:
+                return run
+            if team.first:
+                path = checkpoint_path(checkpoints, before)
+                warnings.warn(
+                    f"{path} is not used: {problem or 'another process refuses it'}", stacklevel=2
+                )
+
+    def _continue_from(self, epoch: int, state: dict[str, Any]) -> str | None:
+        """Takes the state of a checkpoint; returns what is wrong with it, if anything is."""
+        seconds = state.get("seconds")
+        if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
+            return f"it has {seconds!r:.80} for the seconds that the training took"
+        try:
+            load_state_(self.model, self.optimizer, self.device, state=state.get("training"))
+        except ValueError as error:
+            return str(error)
+        self.done, self.seconds = epoch, seconds
+        return None
 
     def held_masks(self, start: Start | None) -> AbstractContextManager[object]:
         """Holds the masks of `start`, if it has any, for a `with` block."""
@@ -137,7 +166,7 @@ class Run:
                     found = Score(record.accuracy, record.metric, record.others)
                 self.seconds += record.seconds
                 if last or record.epoch % checkpoint_interval == 0:
-                    self._save()
+                    self._save_after(log)
                 loop.tell(record.epoch, record)
         if found is None:  # it was killed after the last checkpoint
             found = loop.score()
@@ -148,6 +177,12 @@ class Run:
 
     def _log(self) -> AbstractContextManager[RunLog | None]:
         return RunLog(self.folder, first=self.done + 1) if self.team.first else nullcontext()
+
+    def _save_after(self, log: RunLog | None) -> None:
+        """Writes a checkpoint once the records that led to it are on the disk."""
+        if log is not None:
+            log.sync()
+        self._save()
 
     def _save(self) -> None:
         if not self.team.first:

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchcram import artifact
+from torchcram.artifact.reader import MANIFEST
 from torchcram.experiments import json_text, yaml_text
 from torchcram.experiments.differences import explain_differences
-from torchcram.experiments.files import remove_leftovers
+from torchcram.experiments.files import remove_leftovers, write_atomically
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.runlog import LOG
 from torchcram.experiments.structure import plain
 from torchcram.experiments.text.texts import TextSet
-from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -185,6 +186,29 @@ def load_model_(model: nn.Module, path: Path) -> None:
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} is not the model that it should be: {error}") from error
+
+
+def load_weights_(model: nn.Module, path: Path) -> None:
+    """Reads a file of weights into `model`: a compact one, or what `save_model` wrote.
+
+    Raises:
+        ValueError: If the file is damaged or holds another model; it is named.
+        OSError: If there is no such file.
+    """
+    if _is_compact(path):
+        artifact.load(path, model)
+    else:
+        load_model_(model, path)
+
+
+def _is_compact(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return MANIFEST in (file.metadata() or {})
+    except SafetensorError:
+        return False  # what is wrong with it is said by those who read it
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

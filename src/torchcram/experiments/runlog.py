@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram.experiments import json_text
+from torchcram.experiments.files import write_atomically
 from torchcram.experiments.score import ACCURACY
-from torchcram.files import write_atomically
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -77,7 +78,7 @@ class RunLog:
         self._board = _tensorboard(folder / TENSORBOARD, first)
 
     def write(self, record: EpochRecord) -> None:
-        """Appends a record; it survives the process from here on."""
+        """Appends a record; it survives the end of the process from here on."""
         self._file.write(json_text.dump(record, indent=None))
         self._file.flush()
         if self._board is None:
@@ -88,6 +89,10 @@ class RunLog:
             if name not in ("epoch", "processes", "metric", "unit") and value is not None:
                 self._board.add_scalar(name, value, record.epoch)
         self._board.flush()
+
+    def sync(self) -> None:
+        """Brings all records to the disk; they survive a failure of power from here on."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the files."""

@@ -71,7 +71,7 @@ class StoppingRun(Run):
                 self.done, self.seconds = record.epoch, self.seconds + record.seconds
                 if self.team.first and _best(values) == self.done:
                     save_model(self.model, self.folder / BEST.format(self.done))
-                self._save()
+                self._save_after(log)
                 if self.team.first:
                     # the one of the checkpoint before this stays: that may have to be gone back to
                     _remove_all_but(self.folder, {_best(values), _best(values[:-1])})

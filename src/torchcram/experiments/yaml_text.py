@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from torchcram.experiments.structure import shown
+
 _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")  # YAML 1.1 asks for 5.0e-4
 
@@ -22,9 +24,27 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
+        try:
+            return super().construct_object(node, deep)
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            TypeError,
+            OverflowError,
+        ) as error:
+            # of PyYAML's own, for a value that is not what its tag says; they name no line
+            problem = f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}"
+            if isinstance(error, ValueError):
+                problem += f", {error}"
+            mark = node.start_mark
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 problem = f"the key {key.value!r} appears twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)

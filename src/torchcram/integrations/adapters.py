@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
+from torchcram.messages import list_names
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -40,7 +42,7 @@ def deployed_weights(model: nn.Module, weights: Weights) -> Weights:
     left = {id(weight) for weight in merged_weights(model).values()}
     chosen = {name: weight for name, weight in weights.items() if id(weight) in left}
     if not chosen:
-        raise ValueError(f"no weight is left after a merge of adapters: {', '.join(weights)}")
+        raise ValueError(f"no weight is left after a merge of adapters: {list_names(weights)}")
     return chosen
 
 

@@ -64,7 +64,7 @@ class CompressedPass(LetsGo):
         self._micro = []
         self._steps = [(optimizer, optimizer.step) for optimizer in found]
         for optimizer, step in self._steps:  # as schedulers do: Lightning's closure leaves g~
-            optimizer.step = _called_once(step)  # type: ignore[method-assign]
+            optimizer.step = self._called_once(step, trainer, pl_module)  # type: ignore[method-assign]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
@@ -84,15 +84,35 @@ class CompressedPass(LetsGo):
             return
         done = self._micro[-1].index + 1
         last = trainer.is_last_batch or done == trainer.num_training_batches
-        if done % trainer.accumulate_grad_batches and not last:
-            return
+        if not done % trainer.accumulate_grad_batches or last:
+            self._run_passes(trainer, pl_module)
+
+    def _run_passes(self, trainer: Trainer, module: LightningModule) -> None:
+        """Runs the micro-batches of this step once more, at w~."""
+        assert self._optimizer is not None  # noqa: S101
+        assert self._apart is not None  # noqa: S101
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         for _ in self._optimizer.rule.passes:
             with self._optimizer.compressed(grad_scaler=scaler) as needed, self._apart(ignore):
                 for micro in self._micro if needed else ():
                     with _synchronized(trainer, micro is self._micro[-1]):
-                        _backward(trainer, pl_module, self._optimizer, micro, scaler)
+                        _backward(trainer, module, self._optimizer, micro, scaler)
         self._micro = []
+
+    def _called_once(
+        self, step: Callable[..., Any], trainer: Trainer, module: LightningModule
+    ) -> Callable[..., Any]:
+        """Returns `step` for a closure that leaves g~ where `step` would expect g."""
+
+        @functools.wraps(step)
+        def once(closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+            loss = None if closure is None else closure()  # g~
+            if self._micro and any(p.grad is not None for p in module.parameters()):
+                self._run_passes(trainer, module)  # the last micro-batch had no loss
+            step()
+            return loss
+
+        return once
 
     def let_go(self) -> None:
         """Drops optimizers and batches."""
@@ -120,16 +140,6 @@ def _backward(
     loss = loss / trainer.accumulate_grad_batches
     loss = loss if scaler is None else scaler.scale(loss)
     trainer.precision_plugin.backward(loss, module, optimizer)
-
-
-def _called_once(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def once(closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
-        loss = None if closure is None else closure()  # g~
-        step()
-        return loss
-
-    return once
 
 
 def _synchronized(trainer: Trainer, last: bool) -> AbstractContextManager[None]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from torchcram.operators import Operator
+
 __all__ = ["CrAMTrainer"]
 
 
@@ -81,6 +83,20 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
                         super().training_step(model, {**again}, *args, **kwargs)
         self._micro = []
         return loss
+
+    def compress(self, operator: Operator | str) -> nn.Module:
+        """Returns a copy of the trained model, compressed: see `CrAM.compress`.
+
+        Args:
+            operator: Operator, or its text, such as "global:0.9".
+
+        Raises:
+            RuntimeError: if nothing has been trained yet.
+        """
+        optimizer = _cram_in(self.optimizer)
+        if optimizer is None:
+            raise RuntimeError("there is no optimizer before train(): use torchcram.compress")
+        return optimizer.compress(operator)
 
     def _require_whole_parameters(self) -> None:
         for name, enabled in (

@@ -39,6 +39,11 @@ class Operator(ABC):
             )
 
     @property
+    def parts(self) -> tuple[Operator, ...]:
+        """The operators that it applies one after another: itself, unless it is a chain."""
+        return (self,)
+
+    @property
     def is_range(self) -> bool:
         """Whether it stands for a range of operators, to train over."""
         return False

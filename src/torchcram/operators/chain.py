@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from torchcram.operators.base import Operator
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Chain(Operator):
-    """C(w) = then(first(w)), pruning and then rounding, say; its mask keeps what both keep."""
+    """C(w) = then(first(w)), pruning and then rounding, say; its mask keeps what both keep.
+
+    Nothing recurses into `first`, so that a chain may have any number of parts.
+    """
 
     first: Operator
     then: Operator
@@ -25,30 +29,63 @@ class Chain(Operator):
             if not isinstance(part, Operator):
                 raise ValueError(f"Chain: {part!r} is not an Operator")
         if isinstance(self.then, Chain):  # a + (b + c) is written (a + b) + c
-            object.__setattr__(self, "first", Chain(self.first, self.then.first))
-            object.__setattr__(self, "then", self.then.then)
+            *earlier, last = self.then.parts
+            object.__setattr__(self, "first", reduce(Chain, earlier, self.first))
+            object.__setattr__(self, "then", last)
+
+    @property
+    def parts(self) -> tuple[Operator, ...]:
+        """The operators of the chain in the order in which they compress; none is a chain."""
+        parts = []
+        operator: Operator = self
+        while isinstance(operator, Chain):
+            parts.append(operator.then)
+            operator = operator.first
+        return (operator, *reversed(parts))
 
     def compress_(self, weights: Weights) -> Masks | None:
-        """Compresses by `first`, then by `then`."""
-        one = self.first.compress_(weights)
-        two = self.then.compress_(weights)
-        if one is None or two is None:
-            return two if one is None else one
-        return {name: one[name] & two[name] for name in one}
+        """Compresses by one part after the other."""
+        kept: Masks | None = None
+        for part in self.parts:
+            masks = part.compress_(weights)
+            if kept is None or masks is None:
+                kept = masks if kept is None else kept
+            else:
+                kept = {name: kept[name] & masks[name] for name in kept}
+        return kept
 
     def recompress_(self, weights: Weights, masks: Masks) -> None:
-        """Compresses by both, with the mask of the whole chain in place of theirs."""
-        self.first.recompress_(weights, masks)
-        self.then.recompress_(weights, masks)
+        """Compresses by all parts, with the mask of the whole chain in place of theirs."""
+        for part in self.parts:
+            part.recompress_(weights, masks)
 
     @property
     def is_range(self) -> bool:
-        """Whether either part stands for a range."""
-        return self.first.is_range or self.then.is_range
+        """Whether a part stands for a range."""
+        return any(part.is_range for part in self.parts)
 
-    def draw(self, generator: torch.Generator) -> Chain:
-        """Draws both parts."""
-        return Chain(self.first.draw(generator), self.then.draw(generator))
+    def draw(self, generator: torch.Generator) -> Operator:
+        """Draws all parts."""
+        return join([part.draw(generator) for part in self.parts])
+
+    def __eq__(self, other: object) -> bool:
+        return self.parts == other.parts if isinstance(other, Chain) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return join, (self.parts,)
+
+    def __repr__(self) -> str:
+        first, *others = map(repr, self.parts)
+        opened = "Chain(first=" * len(others)
+        return opened + first + "".join(f", then={other})" for other in others)
 
     def __str__(self) -> str:
-        return f"{self.first}+{self.then}"
+        return "+".join(map(str, self.parts))
+
+
+def join(parts: list[Operator] | tuple[Operator, ...]) -> Operator:
+    """Returns the chain of `parts`, or the only part."""
+    return reduce(Chain, parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 
 from torchcram.keys import magnitude_keys
 from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
+from torchcram.messages import list_names, warn_caller
 from torchcram.operators.base import Sparsifier
 from torchcram.sharded import complete_blocks
 
@@ -34,10 +34,11 @@ class NM(Sparsifier):
     group: int
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.keep, int) and isinstance(self.group, int)):
-            raise ValueError(
-                f"NM: keep and group are integers, not {self.keep!r} and {self.group!r}"
-            )
+        for number in (self.keep, self.group):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise ValueError(
+                    f"NM: keep and group must be integers, got {self.keep!r} and {self.group!r}"
+                )
         if not 1 <= self.keep <= self.group:
             raise ValueError(f"NM: cannot keep {self.keep} of every {self.group}")
 
@@ -79,8 +80,7 @@ class NM(Sparsifier):
 
 @functools.cache
 def _warn_left_dense(operator: NM, names: tuple[str, ...]) -> None:
-    warnings.warn(
+    warn_caller(
         f"{operator} leaves dense, their input dimension being no multiple of {operator.group}: "
-        + ", ".join(names),
-        stacklevel=4,
+        + list_names(names)
     )

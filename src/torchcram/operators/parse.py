@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from torchcram.operators.base import Operator
-from torchcram.operators.chain import Chain
+from torchcram.operators.chain import join
 from torchcram.operators.nm import NM
 from torchcram.operators.quantize import Quantize
 from torchcram.operators.topk import GlobalTopK, RowTopK, UniformTopK
@@ -18,6 +20,7 @@ _KINDS: dict[str, Callable[[float | tuple[float, float]], Operator]] = {
     "uniform": UniformTopK,
     "row": RowTopK,
 }
+_WORDS = (*_KINDS, "nm", "int")
 _NM = re.compile(r"nm:(\d+):(\d+)")
 _QUANTIZE = re.compile(r"int(\d+)(?::g(\d+))?")
 
@@ -38,10 +41,7 @@ def parse_operator(text: str) -> Operator:
 
 def parse_joined(text: str, read: Callable[[str, str], Operator]) -> Operator:
     """Reads operators joined by "+"; `read` gets one of them, and the whole text for errors."""
-    first, *others = (read(part.strip(), text) for part in text.split("+"))
-    for other in others:
-        first = Chain(first, other)
-    return first
+    return join([read(part.strip(), text) for part in text.split("+")])
 
 
 def as_operator(given: Operator | str) -> Operator:
@@ -56,17 +56,44 @@ def as_operator(given: Operator | str) -> Operator:
 def parse_part(part: str, text: str) -> Operator:
     """Reads one operator out of `text`."""
     try:
-        if match := _TOPK.fullmatch(part):
-            kind, low, high = match.groups()
-            level = float(low) if high is None else (float(low), float(high))
-            return _KINDS[kind](level)
-        if match := _NM.fullmatch(part):
-            return NM(int(match[1]), int(match[2]))
-        if match := _QUANTIZE.fullmatch(part):
-            return Quantize(int(match[1]), None if match[2] is None else int(match[2]))
+        operator = _read(part)
     except ValueError as error:
         raise ValueError(f"operator {text!r}: {error}") from None
-    raise ValueError(f"operator {text!r}: cannot read {part!r}; allowed: {SYNTAX}")
+    if operator is None:
+        raise ValueError(
+            f"operator {text!r}: cannot read {part!r}{_did_you_mean(part)}; allowed: {SYNTAX}"
+        )
+    return operator
+
+
+def closest(word: str, allowed: Iterable[str]) -> list[str]:
+    """Returns the allowed words that a misspelled one may stand for, the likeliest first."""
+    return difflib.get_close_matches(word.lower(), allowed, cutoff=0.5)
+
+
+def _read(part: str) -> Operator | None:
+    """Reads one operator; None where the text has the form of none."""
+    if match := _TOPK.fullmatch(part):
+        kind, low, high = match.groups()
+        level = float(low) if high is None else (float(low), float(high))
+        return _KINDS[kind](level)
+    if match := _NM.fullmatch(part):
+        return NM(int(match[1]), int(match[2]))
+    if match := _QUANTIZE.fullmatch(part):
+        return Quantize(int(match[1]), None if match[2] is None else int(match[2]))
+    return None
+
+
+def _did_you_mean(part: str) -> str:
+    """Returns the text with its misspelled word corrected, where that can be read, as a remark."""
+    word = re.match(r"[^\W\d_]*", part)
+    assert word is not None  # noqa: S101  it matches nothing, too
+    for kind in closest(word[0], _WORDS):
+        text = kind + part[word.end() :]
+        with suppress(ValueError):
+            if _read(text) is not None:
+                return f" (did you mean {text}?)"
+    return ""
 
 
 def split_pruner(part: str) -> tuple[str | None, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
+from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last, whole_shape
+from torchcram.messages import list_names, warn_caller
 from torchcram.operators.base import Operator
 from torchcram.sharded import block_maxima
 
@@ -40,11 +40,10 @@ class Quantize(Operator):
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"Quantize: bits is {self.bits!r}, allowed are 2 to 8")
-        if self.group_size is not None and (
-            not isinstance(self.group_size, int) or self.group_size < 1
-        ):
+        size = self.group_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(
-                f"Quantize: group_size {self.group_size!r} is neither None nor positive"
+                f"Quantize: group_size must be None or a positive integer, got {size!r}"
             )
 
     @property
@@ -59,6 +58,8 @@ class Quantize(Operator):
         inputs = {name: count_inputs(weights, name) for name in weights}
         whole = []
         for name, weight in weights.items():
+            if not whole_shape(weights, name).numel():
+                continue
             size = self.group_size
             if size is not None and inputs[name] % size:
                 whole.append(name)
@@ -83,8 +84,8 @@ class Quantize(Operator):
     ) -> Tensor:
         rows = weight.to(torch.promote_types(weight.dtype, torch.float32))  # inputs, outputs, ...
         sizes = rows.abs()
-        if group_size is None:  # one scale for all positions of the kernel
-            sizes = sizes.flatten(2).amax(2).unflatten(1, (-1, *[1] * (rows.dim() - 2)))
+        if group_size is None and rows.dim() > 2:  # one scale for all positions of the kernel
+            sizes = sizes.amax(tuple(range(2, rows.dim())), keepdim=True)
         block = inputs if group_size is None else group_size
         scale = self._scale(block_maxima(sizes, part, block))
         scale = scale[torch.arange(part.here.start, part.here.stop, device=scale.device) // block]
@@ -101,8 +102,7 @@ class Quantize(Operator):
 
 @functools.cache
 def _warn_whole_channels(operator: Quantize, names: tuple[str, ...]) -> None:
-    warnings.warn(
+    warn_caller(
         f"{operator} takes one scale per output channel, the input dimension being no multiple of "
-        f"{operator.group_size}, in: " + ", ".join(names),
-        stacklevel=4,
+        f"{operator.group_size}, in: {list_names(names)}"
     )

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.layers import cut_inputs, local_weights, reduction_last, whole_shape
+from torchcram.layers import (
+    cut_inputs,
+    local_weights,
+    reduction_last,
+    split_layers,
+    whole_shape,
+)
 from torchcram.operators.base import Sparsifier
 from torchcram.selection import (
     count_kept,
@@ -19,6 +25,7 @@ from torchcram.selection import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from typing_extensions import Self
 
     from torchcram.weights import Masks, Weights
@@ -92,14 +99,31 @@ class GlobalTopK(_TopK):
 
 @dataclass(frozen=True)
 class UniformTopK(_TopK):
-    """Keeps the n - round(sparsity n) largest of the n weights of each layer, exactly."""
+    """Keeps the n - round(sparsity n) largest of the n weights of each layer, exactly.
+
+    The q, k and v of attention and the experts of a mixture are layers of their own, whether they
+    share a weight or not. The gates of a recurrent layer are not: its input and recurrent weights
+    are a layer each.
+    """
 
     def select(self, scores: Weights) -> Masks:
         """Keeps the largest scores of every layer."""
         scores = local_weights(scores)
-        keep = [count_kept(whole_shape(scores, name).numel(), self.level) for name in scores]
-        masks = keep_largest_each(list(scores.values()), keep, shards=shards_of(scores))
-        return dict(zip(scores, masks, strict=True))
+        names, tensors, keep = [], [], []
+        for name in scores:
+            layers = split_layers(scores, name)
+            names += [name] * len(layers)
+            tensors += layers
+            size = whole_shape(scores, name).numel() // len(layers)
+            keep += [count_kept(size, self.level)] * len(layers)
+        by_name: dict[str, list[Tensor]] = {name: [] for name in scores}
+        shards = shards_of(scores, names)
+        for name, mask in zip(names, keep_largest_each(tensors, keep, shards=shards), strict=True):
+            by_name[name].append(mask)
+        return {
+            name: masks[0] if len(masks) == 1 else torch.cat(masks)
+            for name, masks in by_name.items()
+        }
 
     def __str__(self) -> str:
         return self._text("uniform")
@@ -142,7 +166,7 @@ def _checked(operator: Sparsifier, sparsity: float) -> float:
     number = isinstance(sparsity, Real) and not isinstance(sparsity, bool)
     if not number or not 0 <= sparsity < 1:
         raise ValueError(f"{type(operator).__name__}: sparsity {sparsity!r} is not in [0, 1)")
-    return float(sparsity)
+    return float(sparsity) + 0.0  # -0.0 + 0.0 is 0.0, whose text can be read
 
 
 def _decimal(level: float) -> str:

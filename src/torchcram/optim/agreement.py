@@ -83,6 +83,7 @@ def _given(optimizer: CrAM) -> Given:
         "max_ascent_norm",
         "replay_randomness",
         "check_finite",
+        "allow_plain_steps",
     )
     return {
         "operators": [str(operator) for operator in optimizer.operators],

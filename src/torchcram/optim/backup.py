@@ -1,17 +1,66 @@
-"""A copy of the weights while they are perturbed."""
+"""Copies of the weights while they are perturbed, and what puts everything back afterwards."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from torchcram.optim.draws import Draw
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
+    from torchcram.optim.gradients import Gradients
+    from torchcram.optim.rules import Pass
     from torchcram.optim.spread import Spread
+
+
+@dataclass
+class StepState:
+    """Where a step stands; an object, since wrappers such as Lightning's copy attributes.
+
+    Attributes:
+        draw: What the step is: the operator drawn for it, or a plain step.
+        passes: Compressed passes that are left in it; None stands for that of a plain step.
+        g: Gradient at w, while a compressed pass is under way.
+        ready: Whether `.grad` holds g~, so that a step may be taken.
+    """
+
+    draw: Draw = field(default_factory=Draw)
+    passes: list[Pass | None] = field(default_factory=list)
+    g: Gradients | None = None
+    ready: bool = False
+
+
+class UndoStack:
+    """Calls that put things back, last in first out; each is kept until it has returned.
+
+    Unwinding may be interrupted anywhere (Ctrl-C, out of memory) and is then simply repeated, which
+    `contextlib.ExitStack` does not allow. A call may therefore run twice and must not mind.
+
+    Attributes:
+        unwinding: Whether `unwind` has begun since the last push.
+    """
+
+    def __init__(self) -> None:
+        self.unwinding = False
+        self._calls: list[Callable[[], object]] = []
+
+    def push(self, call: Callable[[], object]) -> None:
+        """Adds a call; push it before the change that it undoes."""
+        self.unwinding = False
+        self._calls.append(call)
+
+    def unwind(self) -> None:
+        """Runs all calls, the last one first."""
+        self.unwinding = True
+        while self._calls:
+            self._calls[-1]()
+            self._calls.pop()
 
 
 class Backup:
@@ -34,10 +83,11 @@ class Backup:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts back, bit for bit, what was saved last."""
-        (saved, copies), self._saved = self._saved, ([], [])
+        """Puts back, bit for bit, what was saved last; calling it again changes nothing."""
+        saved, copies = self._saved
         if saved:
             torch._foreach_copy_(self._spread.here(saved), copies)
+        self._saved = ([], [])
 
     def _memory(self, parameter: Tensor, here: Tensor) -> Tensor:
         held = self._copies.get(id(parameter))

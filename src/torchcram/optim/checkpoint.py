@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchcram.layers import local_weights
 from torchcram.optim.draws import pack_bits, unpack_bits
 from torchcram.sharded import is_sharded, local
+from torchcram.trained import plain_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchcram.optim.cram import CrAM
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # as torch leaves them out of names, too
 
 
 class TrainingState(Stateful):
@@ -58,6 +57,7 @@ class TrainingState(Stateful):
             "begun": begun,
             "uses": state["uses"],
             "slots": [slot if slot in kept else None for slot in slots],
+            "weights": state["weights"],
         }
         optimizer: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer.base)
         if not begun:
@@ -90,7 +90,9 @@ class TrainingState(Stateful):
                 held = state_dict["masks"][str(number // 8 * 8)]
                 masks.append((*slot, self._bits(held, number % 8)))
         state = {"generator": generator, "uses": draws["uses"], "masks": masks}
-        self.optimizer._load_extra_state({"cram": state})
+        if "weights" in draws:
+            state["weights"] = draws["weights"]
+        self.optimizer._read_extra_state({"cram": state})()
 
     def _slots(self) -> list[tuple[str, int]]:
         """Every operator in every pass of the rule: there may be a mask to keep for it."""
@@ -109,11 +111,11 @@ class TrainingState(Stateful):
             for place, masks in enumerate(packed):
                 if masks is not None and name in masks:
                     bits |= unpack_bits(masks[name], here[name]).to(torch.uint8) << place
-            found[_plain(self.model, name)] = _sharded_as(weight, bits)
+            found[plain_name(self.model, name)] = _sharded_as(weight, bits)
         return found
 
     def _bits(self, held: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-        names = {name: _plain(self.model, name) for name in self.optimizer.weights}
+        names = {name: plain_name(self.model, name) for name in self.optimizer.weights}
         return {name: pack_bits((local(held[plain]) >> place) & 1) for name, plain in names.items()}
 
     def _begin_states(self, states: dict[str, Any]) -> None:
@@ -137,21 +139,12 @@ class TrainingState(Stateful):
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             if id(parameter) in trained and parameter.requires_grad:
-                yield _plain(self.model, name), parameter
+                yield plain_name(self.model, name), parameter
 
     def _begun(self) -> list[str]:
         """Returns the parameters that the base optimizer has a state of."""
         states = self.optimizer.base.state
         return [name for name, parameter in self._trained() if states.get(parameter)]
-
-
-def _plain(model: nn.Module, name: str) -> str:
-    """Returns the name of a parameter in the model without wrappers."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
-        parts.remove("module")
-    return ".".join(parts)
 
 
 def _sharded_as(weight: Tensor, here: Tensor) -> Tensor:

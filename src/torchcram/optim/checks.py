@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from torchcram.optim.rules import RULES, UpdateRule
@@ -12,10 +15,22 @@ from torchcram.optim.rules import RULES, UpdateRule
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
     from torch.amp import GradScaler
 
     from torchcram.operators import Operator
+
+PLAIN_STEP = (
+    "step() would take a plain step of {base}: no compressed pass went before it. Either hand it a "
+    "closure, optimizer.step(closure); or run backward a second time in `with "
+    "optimizer.compressed():` before optimizer.step(); or use what torchcram.integrations has for "
+    "your loop: CompressedPass for Lightning, CrAMTrainer in place of the Trainer of Transformers. "
+    "CrAM(..., allow_plain_steps=True) takes plain steps."
+)
+ACCUMULATION = (
+    "Lightning accumulates gradients over {count} batches and hands CrAM the closure of the last "
+    "one only: add torchcram.integrations.lightning.CompressedPass() to the callbacks of the "
+    "Trainer, which runs the compressed pass over all of them"
+)
 
 
 def check_arguments(
@@ -28,6 +43,10 @@ def check_arguments(
     base_step_probability: float,
 ) -> None:
     """Raises ValueError with what was given and what is allowed."""
+    if isinstance(model, Optimizer) and isinstance(base, nn.Module):
+        raise ValueError("model and base are swapped: CrAM(model, base, operators)")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r} is not a torch.nn.Module")
     if rule.compresses and not operators:
         raise ValueError(f"{rule.name} needs at least one operator, and the list is empty")
     _check_base(model, base)
@@ -66,19 +85,46 @@ def check_still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> None:
         raise RuntimeError("unscale_() was called before compressed(): call it after, on g~")
 
 
+def check_closure(closure: object) -> None:
+    """Raises RuntimeError for a closure of Lightning that stands for a part of the batch only."""
+    lightning = sys.modules.get("lightning.pytorch")
+    if lightning is None or not isinstance(closure, functools.partial) or not closure.args:
+        return
+    module = closure.args[0]  # as Precision.optimizer_step of Lightning binds it
+    if isinstance(module, lightning.LightningModule):
+        count = module.trainer.accumulate_grad_batches
+        if count > 1:
+            raise RuntimeError(ACCUMULATION.format(count=count))
+
+
 def _check_base(model: nn.Module, base: Optimizer) -> None:
     if not isinstance(base, Optimizer):
         raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")
     if isinstance(base, LBFGS):
         raise ValueError("LBFGS calls the closure itself and cannot be the base optimizer")
-    known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(base.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"{type(model).__name__} does not have parameter {place} of group {number} of "
-                    f"the base optimizer, of shape {tuple(parameter.shape)}"
-                )
+        _check_members(model, group["params"], number)
+
+
+def check_param_group(
+    model: nn.Module, base: Optimizer, group: dict[str, Any], number: int
+) -> None:
+    """Raises ValueError if a parameter group cannot be added to `base` as group `number`."""
+    members = group.get("params", ())
+    members = [members] if isinstance(members, Tensor) else members
+    _check_members(model, [p[1] if isinstance(p, tuple) else p for p in members], number)
+    if "rho" not in base.defaults and "rho" in group:
+        _check_rho(group["rho"])
+
+
+def _check_members(model: nn.Module, parameters: Sequence[Tensor], number: int) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, Tensor) and id(parameter) not in known:
+            raise ValueError(
+                f"{type(model).__name__} does not have parameter {index} of group {number} of "
+                f"the base optimizer, of shape {tuple(parameter.shape)}"
+            )
 
 
 def _check_rho(rho: float) -> None:

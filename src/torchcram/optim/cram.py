@@ -14,25 +14,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchcram.batchnorm import frozen_statistics
+from torchcram.batchnorm import FrozenStatistics
+from torchcram.compress import compress
 from torchcram.layers import LayerWeights, Masks, Weights, local_weights
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
 from torchcram.optim.agreement import require_alike
-from torchcram.optim.backup import Backup
+from torchcram.optim.backup import Backup, StepState, UndoStack
 from torchcram.optim.checks import (
+    PLAIN_STEP,
     check_arguments,
     check_ascent,
+    check_closure,
+    check_param_group,
     check_rule,
     check_still_scaled,
 )
-from torchcram.optim.draws import Draw, Draws
+from torchcram.optim.draws import Draws
 from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
 from torchcram.optim.randomness import Randomness
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.spread import Spread
 from torchcram.optim.wrapper import Wrapper
+from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
 from torchcram.weights import mask_gradients_, weights_in
 
 if TYPE_CHECKING:
@@ -64,8 +69,10 @@ class CrAM(Wrapper):
         check_finite: raise FloatingPointError at a NaN or infinite gradient instead of stepping.
             The host waits for the device to know, except with a fused base optimizer on CUDA: that
             one skips the step on the device, and the error comes with the next step. A GradScaler,
-            where there is one, decides instead. A `step()` that no compressed pass went before is
-            not checked.
+            where there is one, decides instead. Plain steps are not checked.
+        allow_plain_steps: let a `step()` that no compressed pass went before be a step of `base`
+            with the gradient as it is. By default that is an error, since a loop that was not
+            adapted to CrAM would otherwise train without it and never say so.
     """
 
     def __init__(
@@ -85,12 +92,13 @@ class CrAM(Wrapper):
         seed: int = 0,
         replay_randomness: bool = False,
         check_finite: bool = True,
+        allow_plain_steps: bool = False,
     ) -> None:
         check_rule(rule)
         given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
         drawn = tuple(as_operator(operator) for operator in given)
-        self._spread = Spread(model)
         check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
+        self._spread = Spread(model)
         super().__init__(base)
         self.model = model
         self.weights = self._choose(weights) if rule.compresses else LayerWeights({})
@@ -103,13 +111,14 @@ class CrAM(Wrapper):
         self.base_step_probability = base_step_probability
         self.replay_randomness = replay_randomness
         self.check_finite = check_finite
+        self.allow_plain_steps = allow_plain_steps
         self._draws = Draws(drawn if rule.compresses else (), mask_interval, seed)
-        self._draw = Draw()  # what this step is
         self._guard = FiniteGuard(base, self._spread, self._draws.forget_all)
+        self._now = StepState()
         self._backup = Backup(self._spread)
-        self._pending: list[Pass | None] = []  # passes left in this step; None: a plain one
-        self._inside = False  # a compressed pass
+        self._undo = UndoStack()  # what leads from w~ back to w
         require_alike(self)
+        mark_trained(model, self.weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -118,15 +127,16 @@ class CrAM(Wrapper):
         Args:
             closure: clears the gradients, computes the loss, calls backward and returns the loss;
                 called once at w and once per pass of the rule (C-SAM has two, all others one). None
-                takes a step of `base` with the gradients as they are: g~ after `compressed()`,
-                otherwise a plain step.
+                takes the step with the g~ that `compressed()` has left in `.grad`.
         """
         self._require_outside()
         if closure is None:
-            self._require_no_pass_left()
+            self._require_ready()
+            self._now.ready = False
             return self._guard.step()
+        check_closure(closure)
         closure = torch.enable_grad()(closure)
-        self._pending = []
+        self._now.passes, self._now.ready = [], False
         before = self._randomness()
         loss = closure()  # g
         for _ in self.rule.passes:
@@ -135,6 +145,7 @@ class CrAM(Wrapper):
                     if before is not None:
                         before.replay()
                     closure()  # grad L(w~)
+        self._now.ready = False
         self._guard.step()  # w <- w - lr g~
         return loss
 
@@ -159,29 +170,57 @@ class CrAM(Wrapper):
         by_group = gradients.take_gradients(self.param_groups)
         g = [pair for group in by_group for pair in group]
         masks = None
-        self._inside = True
         try:
+            self._now.g, self._now.ready = g, False
             one = self._next_pass()
+            self._undo.push(self._forget_copies)  # of w~
             self._backup.save(self._moved_by(one))  # w
+            self._undo.push(self._backup.restore)
             if one is not None and one.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if one is not None and one.compress:
                 masks = self._compress_()  # C(w + rho g)
             self._forget_copies()  # of w
-            with frozen_statistics(self.model):  # at w~
-                yield one is not None
-            self._require_gradients(one)
+            self._prepare_layers(one, masks)
+            yield one is not None  # at w~
+            self._require_gradients(one, g)
+            self._undo.unwind()  # w
+            self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
+            self._check_finite(one, g, grad_scaler)
         except BaseException:
-            self._spread.recover()
-            self._abandon(g)
+            self.restore()
             raise
-        finally:
-            self._backup.restore()  # w
-            self._inside = False
-            self._forget_copies()  # of w~
-        self._pending.pop(0)
-        self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
-        self._check_finite(one, g, grad_scaler)
+        self._now.passes.pop(0)
+        self._now.g, self._now.ready = None, not self._now.passes
+
+    def restore(self) -> None:
+        """Puts w back where a compressed pass was interrupted before it could; `.grad` is g then.
+
+        Does nothing when no pass is under way. `step`, `compressed` and `state_dict` begin with it,
+        so only who looks at the model itself after an interrupt has to call it.
+        """
+        g = self._now.g
+        if g is None:
+            return
+        self._spread.recover()
+        self._undo.unwind()
+        self._abandon(g)
+        self._now.g = None
+
+    def compress(self, operator: Operator | str) -> nn.Module:
+        """Returns a copy of the model in which the weights that were trained for it are compressed.
+
+        The same as `compress(model, operator, weights=optimizer.weights)`; of a model in DDP or a
+        compiled one, the copy is of the module inside.
+
+        Args:
+            operator: Operator, or its text, such as "global:0.9".
+        """
+        self.restore()
+        model = unwrapped(self.model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        weights = {names[id(weight)]: weight for weight in self.weights.values()}
+        return compress(model, operator, weights=weights)
 
     @property
     def operators(self) -> tuple[Operator, ...]:
@@ -191,14 +230,14 @@ class CrAM(Wrapper):
     @property
     def operator(self) -> Operator | None:
         """The operator drawn last; None after a plain step and for SAM."""
-        return self._draw.operator
+        return self._now.draw.operator
 
     def _next_pass(self) -> Pass | None:
         """Returns the pass that comes next; a step begins with drawing what it is to be."""
-        if not self._pending:
-            self._draw = self._draws.draw(self.base_step_probability)
-            self._pending = [None if self._draw.plain else one for one in self.rule.passes]
-        return self._pending[0]
+        if not self._now.passes:
+            self._now.draw = self._draws.draw(self.base_step_probability)
+            self._now.passes = [None if self._now.draw.plain else one for one in self.rule.passes]
+        return self._now.passes[0]
 
     def _moved_by(self, one: Pass | None) -> list[Tensor]:
         ascending = self._parameters() if one is not None and one.ascend else []
@@ -227,7 +266,7 @@ class CrAM(Wrapper):
     def _compress_(self) -> Masks | None:
         """Compresses the weights by what this step has drawn."""
         here = local_weights(self.weights)
-        return self._draws.compress_(self._draw, here, at=len(self._pending))
+        return self._draws.compress_(self._now.draw, here, at=len(self._now.passes))
 
     def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
         """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
@@ -253,12 +292,11 @@ class CrAM(Wrapper):
             if self._draws.mask_interval > 1 and not all_finite(g, self._spread):
                 self._draws.forget(self.operator)
         elif not self._guard.admits(hidden + left):
-            self._abandon(left)
             raise_not_finite(hidden + left, self.model, self._spread)
 
     def _abandon(self, found: Gradients) -> None:
         """Ends a step half-way: no pass is left, no mask of it is kept."""
-        self._pending = []
+        self._now.passes = []
         self._guard.forget_pending()
         self._draws.forget(self.operator)
         self.zero_grad()
@@ -269,21 +307,58 @@ class CrAM(Wrapper):
         torch.clear_autocast_cache()
         self._spread.reshard()
 
-    def _require_no_pass_left(self) -> None:
-        if self._pending:
+    def _prepare_layers(self, one: Pass | None, masks: Masks | None) -> None:  # noqa: ARG002
+        """Readies the layers for passes at w~: no running statistics change there."""
+        statistics = FrozenStatistics(self.model)
+        self._undo.push(statistics.restore)
+        statistics.freeze()
+
+    def _require_ready(self) -> None:
+        """Raises RuntimeError unless `.grad` holds g~, or holds nothing that a step would use."""
+        if self._now.passes:
             passes = len(self.rule.passes)
             raise RuntimeError(
                 f"{self.rule.name} enters compressed() {passes} times before a step; "
-                f"{passes - len(self._pending)} so far"
+                f"{passes - len(self._now.passes)} so far"
             )
+        if self._now.ready or self.allow_plain_steps:
+            return
+        moves = any(group.get("lr", 1) != 0 for group in self.param_groups)
+        if moves and gradients.gradients_of(self._parameters()):
+            raise RuntimeError(PLAIN_STEP.format(base=type(self.base).__name__))
 
     def _require_outside(self) -> None:
-        if self._inside:
-            raise RuntimeError("the weights are at the compressed point: leave compressed() first")
+        """Puts w back if it is not there; raises RuntimeError if a `with` block is still at w~."""
+        if self._now.g is None:
+            return
+        interrupted = self._undo.unwinding
+        self.restore()
+        if not interrupted:
+            raise RuntimeError("the weights were at the compressed point: leave compressed() first")
 
-    def _require_gradients(self, one: Pass | None) -> None:
+    def _require_gradients(self, one: Pass | None, g: Gradients) -> None:
+        if self._now.g is not g:
+            raise RuntimeError("the weights were put back to w inside compressed(), which ends it")
         if one is not None and all(p.grad is None for p in self._parameters()):
             raise RuntimeError("there is no gradient at the compressed point: run backward inside")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, g~ included: see `torch.optim.Optimizer.zero_grad`."""
+        self._now.ready = False
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base optimizer.
+
+        Raises:
+            ValueError: if a parameter is not one of the model, or its "rho" is not allowed.
+        """
+        if any(param_group is group for group in self.param_groups):
+            return  # Optimizer.__init__ adds the groups of the base optimizer, which has them
+        if isinstance(param_group.get("params"), Iterator):
+            param_group["params"] = list(param_group["params"])
+        check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
+        super().add_param_group(param_group)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -291,23 +366,40 @@ class CrAM(Wrapper):
     def _rho_of(self, group: dict[str, Any]) -> float:
         return float(self.rho if "rho" in self.base.defaults else group.get("rho", self.rho))
 
+    def _weight_names(self) -> list[str]:
+        return [plain_name(self.model, name) for name in self.weights]
+
     def _randomness(self) -> Randomness | None:
         devices = (parameter.device for parameter in self._parameters())
         return Randomness(devices) if self.replay_randomness else None
 
     def _extra_state(self) -> dict[str, Any]:
-        return {"cram": self._draws.state_dict()}
+        self.restore()
+        return {"cram": {**self._draws.state_dict(), "weights": self._weight_names()}}
 
-    def _load_extra_state(self, state: dict[str, Any]) -> None:
-        if "cram" in state:
-            self._draws.load_state_dict(state["cram"], local_weights(self.weights))
-        self._pending = []
-        self._guard.reset()
+    def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
+        self._require_outside()
+        names, here = self._weight_names(), local_weights(self.weights)
+        load = self._draws.read_state(state["cram"], here) if "cram" in state else None
+
+        def continue_from_state() -> None:
+            if load is not None:
+                load()
+                warn_of_other_weights(state["cram"].get("weights", names), names)
+            self._now.passes, self._now.ready = [], False
+            self._guard.reset()
+
+        return continue_from_state
 
     def __getstate__(self) -> dict[str, Any]:
+        self._require_outside()
         guard = FiniteGuard(self.base, self._spread, self._draws.forget_all)
-        scratch = {"_backup": Backup(self._spread), "_guard": guard, "_pending": []}
-        return {**super().__getstate__(), **scratch, "_inside": False}
+        scratch = {
+            "_backup": Backup(self._spread),
+            "_undo": UndoStack(),
+            "_now": StepState(self._now.draw),
+        }
+        return {**super().__getstate__(), **scratch, "_guard": guard}
 
     def __repr__(self) -> str:
         operators = ", ".join(map(str, self.operators))

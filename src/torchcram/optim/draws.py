@@ -12,7 +12,7 @@ import torch
 from torchcram.operators import Operator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -124,22 +124,34 @@ class Draws:
             ],
         }
 
-    def load_state_dict(self, state: dict[str, Any], weights: Weights) -> None:
-        """Continues from `state`; what it says of operators that are not drawn here is left out."""
+    def read_state(self, state: object, weights: Weights) -> Callable[[], None]:
+        """Checks a state and returns what continues from it; nothing is changed before.
+
+        What it says of operators that are not drawn here is left out.
+
+        Raises:
+            ValueError: if the state is not one that `state_dict` returns.
+        """
+        try:
+            generator, uses, masks = _checked(state, weights)
+        except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"the state is not one of this CrAM optimizer: {error}") from error
         known = {str(operator): operator for operator in self.operators}
-        for operator, _, masks in state["masks"]:
-            for name, bits in masks.items():
-                if name not in weights or bits.numel() != -(-weights[name].numel() // 8):
-                    raise ValueError(
-                        f"the state has a mask of {operator} for {name!r}, unlike here"
-                    )
-        self._generator.set_state(state["generator"].cpu())
-        self._uses = Counter({known[o]: uses for o, uses in state["uses"].items() if o in known})
-        self._masks = {
-            (known[o], at): {name: unpack_bits(bits, weights[name]) for name, bits in masks.items()}
-            for o, at, masks in state["masks"]
-            if o in known
-        }
+
+        def load() -> None:
+            self._generator.set_state(generator)
+            self._uses = Counter({known[o]: count for o, count in uses.items() if o in known})
+            self._masks = {
+                (known[o], at): {name: unpack_bits(bits[name], weights[name]) for name in bits}
+                for o, at, bits in masks
+                if o in known
+            }
+
+        return load
+
+    def load_state_dict(self, state: dict[str, Any], weights: Weights) -> None:
+        """Continues from `state`; see `read_state`."""
+        self.read_state(state, weights)()
 
     def rewind(self, state: dict[str, Any], weights: Weights) -> None:
         """Goes back to an earlier `state`; masks that it does not have keep their memory.
@@ -150,6 +162,33 @@ class Draws:
         since = self._masks
         self.load_state_dict(state, weights)
         self._masks = {**since, **self._masks}
+
+
+def _checked(
+    state: Any,  # noqa: ANN401
+    weights: Weights,
+) -> tuple[Tensor, dict[str, int], list[tuple[str, int, dict[str, Tensor]]]]:
+    """Returns the parts of a state; raises any error if they are not what they should be."""
+    if not isinstance(state, dict):
+        raise TypeError(f"a dictionary is needed, not {type(state).__name__}")
+    generator = state["generator"].cpu()
+    torch.Generator().set_state(generator)
+    uses = dict(state["uses"])
+    if not all(isinstance(o, str) and type(n) is int and n >= 0 for o, n in uses.items()):
+        raise TypeError(f"uses={uses}")
+    names = state.get("weights", [])  # which states of version 0.1 do not have
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"weights={names!r}")
+    masks = [(operator, at, dict(bits)) for operator, at, bits in state["masks"]]
+    for operator, at, bits in masks:
+        if not isinstance(operator, str) or type(at) is not int:
+            raise TypeError(f"masks of operator {operator!r} in pass {at!r}")
+        for name, packed in bits.items():
+            if packed.dtype != torch.uint8:
+                raise TypeError(f"mask of {operator} for {name!r} in {packed.dtype}")
+            if name not in weights or packed.shape != (-(-weights[name].numel() // 8),):
+                raise ValueError(f"no weight here has the mask of {operator} for {name!r}")
+    return generator, uses, masks
 
 
 def pack_bits(mask: Tensor) -> Tensor:

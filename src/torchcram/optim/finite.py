@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from torchcram.messages import list_names
 from torchcram.optim.gradients import Gradients, norm
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def raise_not_finite(gradients: Gradients, model: nn.Module, spread: Spread) -> 
     bad = {id(p) for (p, _), good in zip(gradients, finite, strict=True) if not good}
     named = dict(model.named_parameters())
     flags = spread.any_of(torch.tensor([id(p) in bad for p in named.values()]))
-    names = ", ".join(name for name, flag in zip(named, flags, strict=True) if flag)
+    names = list_names(name for name, flag in zip(named, flags, strict=True) if flag)
     raise FloatingPointError(f"NaN or infinite gradient, no step taken; in: {names}")
 
 
@@ -136,13 +137,22 @@ class FiniteGuard:
             self._base.step()
         finally:
             del self._base.grad_scale, self._base.found_inf  # type: ignore[attr-defined]
-        if self._left_out is not None and torch.cuda.is_current_stream_capturing():
-            self._left_out.add_(bad)
+        if torch.cuda.is_current_stream_capturing():
+            self._count(bad)
             return
         on_host = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(bad.device))
         self._earlier = (on_host, done)
+
+    def _count(self, bad: Tensor) -> None:
+        """Counts a step of a graph that is left out; the host cannot be told of each."""
+        if self._left_out is None:
+            raise RuntimeError(
+                "a step that is captured by hand cannot be checked: capture it by "
+                "torchcram.optim.graphs.GraphedStep, or take check_finite=False"
+            )
+        self._left_out.add_(bad)
 
     def _report(self) -> None:
         if self._earlier is None:

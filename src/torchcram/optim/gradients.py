@@ -35,11 +35,11 @@ def take_gradients(groups: Iterable[dict[str, Any]]) -> list[Gradients]:
             if gradient.is_sparse:
                 shape = tuple(parameter.shape)
                 raise ValueError(f"the gradient of a parameter of shape {shape} is a sparse tensor")
+    # copies of views into a buffer that the next backward writes to, as DDP has them
+    taken = [[(p, g.clone() if g._is_view() else g) for p, g in group] for group in taken]
     for group in taken:
-        for place, (parameter, gradient) in enumerate(group):
+        for parameter, _ in group:
             parameter.grad = None
-            if gradient._is_view():  # into a buffer that the next backward writes to, as in DDP
-                group[place] = (parameter, gradient.clone())
     return taken
 
 

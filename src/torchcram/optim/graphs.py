@@ -6,6 +6,7 @@ runs from beginning to end on the device.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ class GraphedStep:
         cram = self._cram
         draws = [Draw()] if cram is None else cram._draws.possible(cram.base_step_probability)
         self._warm_up(model, draws)
+        if cram is not None:
+            cram._guard.reset()  # pinned memory of the last step: none is to be freed in a capture
         pool = torch.cuda.graph_pool_handle()
         self._graphs = {draw: self._capture(draw, pool) for draw in draws}
         torch.cuda.synchronize(self._device)
@@ -91,7 +94,10 @@ class GraphedStep:
     def _capture(self, draw: Draw, pool: Any) -> torch.cuda.CUDAGraph:  # noqa: ANN401
         graph = torch.cuda.CUDAGraph()
         # relaxed: the tables of the kernels are made on another stream meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+        with (
+            _without_gc(),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
+        ):
             self._run(draw)
         return graph
 
@@ -101,6 +107,18 @@ class GraphedStep:
             return
         with self._cram._draws.arrange(draw):
             self._body()
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Keeps the garbage collector from freeing pinned memory while a graph is captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _prepare(cram: CrAM, device: torch.device) -> None:

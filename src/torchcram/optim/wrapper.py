@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -46,8 +47,12 @@ class Wrapper(Optimizer):
         """Returns what the wrapper adds to the state of the base."""
         return {}
 
-    def _load_extra_state(self, state: dict[str, Any]) -> None:
-        """Continues from `state`, which may lack what the wrapper adds."""
+    def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:  # noqa: ARG002
+        """Checks what the wrapper has added to `state`, and returns what continues from it.
+
+        Nothing is changed before that is called; the state of a bare base optimizer has nothing.
+        """
+        return lambda: None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the base optimizer and what the wrapper adds to it."""
@@ -62,9 +67,10 @@ class Wrapper(Optimizer):
         """Continues from `state_dict`; one of the bare base optimizer is welcome, too."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load_extra_state(state_dict)
+        continue_from_state = self._read_extra_state(state_dict)
         ours = self._extra_state().keys()
         self.base.load_state_dict({k: v for k, v in state_dict.items() if k not in ours})
+        continue_from_state()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

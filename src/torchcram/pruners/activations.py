@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
-from torchcram.layers import reduction_last
+from torchcram.layers import layout_of, reduction_last, some_of
+from torchcram.layouts import is_conv1d
+from torchcram.messages import list_names, warn_caller
 
 if TYPE_CHECKING:
     from torchcram.pruners.calibration import Calibration
-    from torchcram.weights import Weights
+    from torchcram.weights import LayerWeights, Weights
 
 
 def square_sums(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
@@ -46,6 +49,44 @@ def from_matrices(weights: Weights, name: str, matrices: Tensor) -> Tensor:
     return found
 
 
+def split_by_sight(
+    operator: str, model: nn.Module, weights: Weights
+) -> tuple[LayerWeights, LayerWeights]:
+    """Returns the weights whose inputs can be seen, and the others, named in a warning.
+
+    What attention and recurrent layers of torch and fused experts multiply by their weights is
+    computed inside of them: no module is called with it.
+
+    Args:
+        operator: Text of the pruner, which prunes the others by magnitude.
+        model: Model of the weights.
+        weights: Weights to prune.
+    """
+    inside = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase))
+        for parameter in module.parameters()
+    }
+    hidden = [
+        name
+        for name, weight in weights.items()
+        if id(weight) in inside or layout_of(weights, name).stacked
+    ]
+    if hidden:
+        _warn_by_magnitude(operator, tuple(hidden))
+    seen = [name for name in weights if name not in set(hidden)]
+    return some_of(weights, seen), some_of(weights, hidden)
+
+
+@functools.cache
+def _warn_by_magnitude(operator: str, names: tuple[str, ...]) -> None:
+    warn_caller(
+        f"{operator} cannot see the inputs of attention, recurrent and fused expert layers and "
+        f"prunes these by magnitude: {list_names(names)}"
+    )
+
+
 def layers_of(model: nn.Module, weights: Weights) -> dict[str, list[nn.Module]]:
     """Returns the layers that use each weight: one, or several that share it.
 
@@ -58,15 +99,17 @@ def layers_of(model: nn.Module, weights: Weights) -> dict[str, list[nn.Module]]:
     layers = {name: users.get(id(weight), []) for name, weight in weights.items()}
     for name, modules in layers.items():
         kinds = {type(module).__name__ for module in modules} or {"no layer"}
-        if (
-            not all(isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d)) for m in modules)
-            or not modules
-        ):
+        if not modules or not all(map(_is_visible, modules)):
             raise ValueError(
                 f"{name!r} is the weight of {', '.join(sorted(kinds))}; allowed are Linear, Conv1d "
-                "and Conv2d: leave it out by weights=compressible_weights(..., skip=)"
+                "and Conv2d, and Conv1D of Transformers: leave it out by "
+                "weights=compressible_weights(..., skip=)"
             )
     return layers
+
+
+def _is_visible(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d)) or is_conv1d(layer)
 
 
 def _sums(
@@ -76,7 +119,7 @@ def _sums(
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-            inputs = (args[0] if args else named["input"]).detach()
+            inputs = (args[0] if args else next(iter(named.values()))).detach()
             with torch.autocast(inputs.device.type, enabled=False):
                 found = summary(_columns(layer, inputs))
             sums[name] = sums[name].add_(found) if name in sums else found
@@ -101,17 +144,17 @@ def _sums(
 def _check(weights: Iterable[str], sums: Mapping[str, Tensor]) -> None:
     if missed := [name for name in weights if name not in sums]:
         raise ValueError(
-            f"no input reaches the layers of: {', '.join(missed)}; leave them out by "
+            f"no input reaches the layers of: {list_names(missed)}; leave them out by "
             "weights=compressible_weights(..., skip=)"
         )
     if bad := [name for name, found in sums.items() if not bool(found.isfinite().all())]:
-        raise ValueError(f"inputs are not finite in the layers of: {', '.join(bad)}")
+        raise ValueError(f"inputs are not finite in the layers of: {list_names(bad)}")
 
 
 def _columns(layer: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs that outputs are sums over: (groups, kernel positions x channels, samples)."""
     inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, nn.Linear) or is_conv1d(layer):
         return inputs.reshape(-1, inputs.shape[-1]).T.unsqueeze(0)
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d)):
         raise TypeError(type(layer).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from torchcram.compress import compress_
+from torchcram.messages import list_names
 from torchcram.operators import Chain, Operator, Sparsifier
+from torchcram.operators.chain import join
 from torchcram.pruners.calibration import Calibration, Loss
 from torchcram.sharded import is_sharded
 from torchcram.weights import apply_masks_
@@ -130,8 +133,7 @@ def bind(
             tuple that begins with them, or a mapping of keyword arguments.
     """
     if isinstance(operator, Chain):
-        parts = (bind(part, model, batches, loss=loss) for part in (operator.first, operator.then))
-        return Chain(*parts)
+        return join([bind(part, model, batches, loss=loss) for part in operator.parts])
     if isinstance(operator, Pruner):
         return BoundPruner(operator, Calibration(model, batches, loss))
     return operator
@@ -161,7 +163,15 @@ def prune_(
     return compress_(model, bind(operator, model, batches, loss=loss), weights=weights)
 
 
+def require_damping(pruner: Pruner, damping: float) -> None:
+    """Raises ValueError where `damping` is no positive number."""
+    if isinstance(damping, bool) or not 0 < damping < math.inf:
+        raise ValueError(
+            f"{type(pruner).__name__}: damping is {damping!r}, allowed is what is above 0"
+        )
+
+
 def _require_finite(pruner: Pruner, weights: Weights) -> None:
     found = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
     if found:
-        raise ValueError(f"{pruner}: not all weights are finite in: {', '.join(found)}")
+        raise ValueError(f"{pruner}: not all weights are finite in: {list_names(found)}")

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 
+from torchcram.messages import list_names
 from torchcram.passes import eval_mode, forward
 from torchcram.weights import Weights
 
@@ -74,7 +76,7 @@ class Calibration:
         done = 0
         reached: set[str] = set()
         torch.clear_autocast_cache()
-        with eval_mode(self.model), _requiring_gradients(weights):
+        with eval_mode(self.model), _requiring_gradients(weights), _differentiable(self.model):
             for batch in islice(self.batches, count):
                 found = self._gradients(self.loss, weights, batch)
                 reached.update(found)
@@ -86,7 +88,7 @@ class Calibration:
                 "(smaller ones), or ask for fewer gradients"
             )
         if missed := [name for name in weights if name not in reached]:
-            raise ValueError(f"no gradient reaches, on any batch: {', '.join(missed)}")
+            raise ValueError(f"no gradient reaches, on any batch: {list_names(missed)}")
 
     def _gradients(self, loss: Loss, weights: Weights, batch: object) -> dict[str, Tensor]:
         with torch.enable_grad():
@@ -99,6 +101,20 @@ class Calibration:
             for name, gradient in zip(weights, found, strict=True)
             if gradient is not None
         }
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Leaves cuDNN aside where there are recurrent layers: it has no gradients in eval mode."""
+    before = cudnn.enabled
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    try:
+        cudnn.enabled = False
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
+from torchcram.messages import list_names
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -91,7 +93,7 @@ class Fisher:
             self._held = {}
         diagonals = {name: total.diagonal(dim1=1, dim2=2) for name, total in self._sums.items()}
         if bad := [name for name, some in diagonals.items() if not bool(some.isfinite().all())]:
-            raise ValueError(f"gradients are not finite in: {', '.join(bad)}")
+            raise ValueError(f"gradients are not finite in: {list_names(bad)}")
 
     def _add_held(self, count: int) -> None:
         for name, held in self._held.items():

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from torchcram.layers import LayerWeights
+from torchcram.layers import like
 from torchcram.operators import NM, GlobalTopK, Sparsifier, UniformTopK
-from torchcram.pruners.base import Pruner
+from torchcram.pruners.base import Pruner, require_damping
 from torchcram.pruners.fisher import Fisher
 
 if TYPE_CHECKING:
@@ -54,10 +54,9 @@ class Obs(Pruner):
         super().__post_init__()
         for option in ("gradients", "block", "recomputations"):
             value = getattr(self, option)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Obs: {option} is {value!r}, allowed are integers from 1")
-        if not self.damping > 0:
-            raise ValueError(f"Obs: damping is {self.damping!r}, allowed is what is above 0")
+        require_damping(self, self.damping)
         steps(self.pattern, self.recomputations)
 
     def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
@@ -115,4 +114,4 @@ def _scores(weights: Weights, fisher: Fisher) -> Weights:
         )
         for name, weight in weights.items()
     }
-    return LayerWeights(scores, getattr(weights, "transposed", None))
+    return like(weights, scores)

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from torchcram.operators import Operator, Sparsifier
-from torchcram.operators.parse import parse_joined, parse_part, split_pruner
+from torchcram.operators.parse import closest, parse_joined, parse_part, split_pruner
 from torchcram.pruners.base import Pruner
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.sparsegpt import SparseGPT
@@ -36,7 +36,10 @@ def _parse_part(part: str, text: str) -> Operator:
         return parse_part(part, text)
     kind, *options = named.split(":")
     if kind not in KINDS:
-        raise ValueError(f"operator {text!r}: there is no pruner {kind!r}; allowed: {SYNTAX}")
+        meant = [f" (did you mean {known}?)" for known in closest(kind, KINDS)]
+        raise ValueError(
+            f"operator {text!r}: there is no pruner {kind!r}{''.join(meant[:1])}; allowed: {SYNTAX}"
+        )
     found = parse_part(pattern, text)
     if not isinstance(found, Sparsifier):
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from torchcram.layers import count_inputs
+from torchcram.layers import count_inputs, some_of
 from torchcram.operators import NM, RowTopK, UniformTopK
 from torchcram.pruners.activations import (
     as_matrices,
@@ -16,8 +16,9 @@ from torchcram.pruners.activations import (
     from_matrices,
     layers_of,
     products,
+    split_by_sight,
 )
-from torchcram.pruners.base import Pruner
+from torchcram.pruners.base import Pruner, require_damping
 from torchcram.selection import count_kept, keep_largest, keep_largest_in_rows
 
 if TYPE_CHECKING:
@@ -59,17 +60,17 @@ class SparseGPT(Pruner):
                 f"SparseGPT: {self.pattern} is impossible, layers being pruned one after another; "
                 "allowed are uniform, row and nm patterns"
             )
-        if not self.damping > 0:
-            raise ValueError(f"SparseGPT: damping is {self.damping!r}, allowed is what is above 0")
-        if not isinstance(self.block, int) or self.block < 1:
+        require_damping(self, self.damping)
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
             raise ValueError(f"SparseGPT: block is {self.block!r}, allowed are integers from 1")
 
     def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
-        """Prunes one layer after another."""
-        layers = layers_of(calibration.model, weights)
-        masks: dict[str, Tensor] = {}
-        for name in forward_order(calibration, weights):
-            one = {name: weights[name]}
+        """Prunes one layer after another, first by magnitude those whose inputs cannot be seen."""
+        seen, hidden = split_by_sight(str(self), calibration.model, weights)
+        layers = layers_of(calibration.model, seen)
+        masks: dict[str, Tensor] = dict(self.pattern.compress_(hidden))
+        for name in forward_order(calibration, seen):
+            one = some_of(seen, [name])
             if isinstance(self.pattern, NM) and count_inputs(one, name) % self.pattern.group:
                 masks |= self.pattern.select(one)  # left dense, and named in a warning
                 continue

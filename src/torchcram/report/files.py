@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchcram.experiments.files import naming_errors
+from torchcram.files import written_aside
 from torchcram.report.page import demo_page
 from torchcram.report.picture import demo_picture
 
@@ -39,14 +41,13 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Writes all files aside, then moves them into place; after an error all are as before.
 
     Only the moves themselves, which need no space on the disk, come one after another.
+
+    Args:
+        folder: Folder the files are written to; made if it is not there.
+        contents: Contents of the files by name.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = {name: folder / f".{name}.{os.getpid()}.tmp" for name in contents}
-    try:
+    with ExitStack() as written:
         for name, content in contents.items():
-            aside[name].write_bytes(content)
-        for name, path in aside.items():
-            path.replace(folder / name)
-    finally:
-        for path in aside.values():
-            path.unlink(missing_ok=True)
+            path = folder / name
+            written.enter_context(naming_errors(path))
+            written.enter_context(written_aside(path)).write_bytes(content)

@@ -13,7 +13,7 @@ from torchcram.operators import as_operator
 from torchcram.runtime.gpu_choice import Chooser, LayerChoice
 from torchcram.runtime.gpu_rules import DTYPES
 from torchcram.runtime.onnx_integers import find_integers, quantizer_of
-from torchcram.weights import weights_in
+from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
     from torchcram.operators import Operator
@@ -59,7 +59,7 @@ def prepare_gpu(
         raise ValueError(f"dtype {dtype}: allowed are {', '.join(map(str, DTYPES))}")
     if not torch.cuda.is_available():
         raise ValueError("prepare_gpu needs a CUDA device, and there is none")
-    chosen = weights_in(model, weights)
+    chosen = layer_weights(model) if weights is None else weights_in(model, weights)
     integers = _integers(model, chosen, operator)
     owners = layers_of(model, chosen)
     twin = copy.deepcopy(model).to("cuda", dtype).eval().requires_grad_(False)
@@ -76,6 +76,11 @@ def prepare_gpu(
         choices.append(choice)
         if faster is not None:
             twin = _exchanged(twin, path, faster)
+    for name in chosen:
+        if name in owners.values():
+            continue
+        layer = model.get_submodule(name.rpartition(".")[0])  # attention, say, or an LSTM
+        choices.append(LayerChoice(name, "dense", None, str(why_left(name, layer, counts))))
     return Prepared(twin, tuple(choices))
 
 

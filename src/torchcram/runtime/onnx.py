@@ -38,7 +38,7 @@ from torchcram.runtime.onnx_integers import (
     quantizer_of,
     stored_bits,
 )
-from torchcram.weights import weights_in
+from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,12 +147,7 @@ def _stored(model: nn.Module, operator: Operator | None, weights: Weights | None
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     told = quantizer_of(operator)
-    try:
-        chosen = weights_in(model, weights)
-    except ValueError:
-        if told is None and weights is None:  # no layer that could be quantized
-            return []
-        raise
+    chosen = layer_weights(model) if weights is None else weights_in(model, weights)
     stored = []
     for name, weight in chosen.items():
         quantize = told or find_quantizer(chosen, name)
@@ -173,6 +168,9 @@ def _export(
         with warnings.catch_warnings():
             # inputs have the same batch, or tokens, and are told so
             warnings.filterwarnings("ignore", "# The axis name: .* will not be used")
+            # what the exporter does itself where there are recurrent layers
+            warnings.filterwarnings("ignore", "_check_is_size will be removed")
+            warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")
             # with constants among the arguments, open dimensions have names of the exporter
             warnings.filterwarnings("ignore", "# ONNX model has different number of inputs")
             program = torch.onnx.export(

@@ -32,7 +32,8 @@ def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
 
     What a Linear layer multiplies by is stored as it is needed there, transposed, with a first
     dimension of 1. ONNX Runtime would otherwise make one MatMulNBits of DequantizeLinear and
-    MatMul, which rounds the inputs of the layer to 8 bits, too.
+    MatMul, which rounds the inputs of the layer to 8 bits, too. So is what has its inputs before
+    its outputs already, the Conv1D of Transformers.
 
     Args:
         model: as exported; changed in place. A weight that it does not use is passed over.
@@ -50,7 +51,10 @@ def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
                     product.replace_input_with(1, factor)
             _remove_unused(graph, value)
             if value.uses():
-                value.replace_all_uses_with(_dequantize(graph, name, weight.integers, weight.bits))
+                batched = any(_multiplies(node, index) for node, index in value.uses())
+                integers = weight.integers.in_a_batch() if batched else weight.integers
+                whole = _dequantize(graph, name, integers, weight.bits)
+                value.replace_all_uses_with(_squeezed(graph, whole) if batched else whole)
             del graph.initializers[name]
 
 
@@ -141,6 +145,29 @@ def _products(weight: ir.Value) -> Iterator[ir.Node]:
                 continue
             if len(left.shape) > 2:
                 yield node
+
+
+def _multiplies(node: ir.Node, index: int) -> bool:
+    """Returns whether a node multiplies by its input of that index as it is."""
+    turned = node.attributes.get("transB")
+    plain = turned is None or not turned.as_int()
+    return index == 1 and node.op_type in ("MatMul", "Gemm") and plain
+
+
+def _squeezed(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Returns a value without its first dimension of 1."""
+    import onnx_ir as ir
+
+    axes = ir.node("Constant", [], {"value_ints": [0]}, name=f"{value.name}.axes")
+    node = ir.node("Squeeze", [value, axes.outputs[0]], name=f"{value.name}.squeeze")
+    (squeezed,) = node.outputs
+    squeezed.name, squeezed.dtype = f"{value.name}.matrix", value.dtype
+    assert value.shape is not None  # noqa: S101
+    squeezed.shape = ir.Shape(value.shape[1:])
+    producer = value.producer()
+    assert producer is not None  # noqa: S101
+    graph.insert_after(producer, [axes, node])
+    return squeezed
 
 
 def _transposes(node: ir.Node) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torchcram.artifact import integers as artifact_integers
 from torchcram.artifact.choose import SIZES
 from torchcram.artifact.integers import fit
-from torchcram.layers import count_inputs, reduction_last
-from torchcram.operators import Chain, Quantize
+from torchcram.layers import count_inputs, layout_of, reduction_last
+from torchcram.operators import Quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +48,8 @@ class Integers(NamedTuple):
 
 def quantizer_of(operator: Operator | None) -> Quantize | None:
     """Returns the quantizer that an operator ends with or contains; the last one counts."""
-    if isinstance(operator, Chain):
-        return quantizer_of(operator.then) or quantizer_of(operator.first)
-    return operator if isinstance(operator, Quantize) else None
+    parts = () if operator is None else operator.parts
+    return next((part for part in reversed(parts) if isinstance(part, Quantize)), None)
 
 
 @torch.no_grad()
@@ -108,11 +107,14 @@ def find_integers(weights: LayerWeights, name: str, quantize: Quantize) -> Integ
     whole = torch.where(codes < -quantize.levels, 0, codes)  # what stands for -0.0
     values = torch.empty_like(weight, dtype=torch.int8)
     reduction_last(weights, name, values).copy_(whole.reshape(view.shape))
-    axis = int(name not in weights.transposed)  # of the inputs
+    layout = layout_of(weights, name)
+    axis = layout.stacked + (not layout.transposed)  # of the inputs
     if size is not None:
         # (groups, outputs, *kernel, blocks) to the order of the weight, blocks for inputs
-        blocks = scale.squeeze(-1).movedim(-1, 1 + axis)
-        return Integers(values, blocks.flatten(0, 1), axis, size)
+        blocks = scale.squeeze(-1).movedim(-1, 2 - layout.transposed)
+        return Integers(values, blocks if layout.stacked else blocks.flatten(0, 1), axis, size)
+    if layout.stacked:
+        return Integers(values, scale.squeeze(-1).unsqueeze(axis), axis, inputs)
     if view.shape[0] == 1:
         return Integers(values, scale.flatten(), 1 - axis, 0)
     kernel = weight.shape[2:]

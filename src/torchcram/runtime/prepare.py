@@ -19,6 +19,7 @@ from torchcram.runtime.exchange import Inputs, call, exchange_layers_, input_sha
 from torchcram.runtime.fuse import as_graph, fuse_tails_, outputs_close
 from torchcram.runtime.layers import Choice, candidates, is_faster
 from torchcram.runtime.modules import SparseConv2d
+from torchcram.weights import layer_weights
 
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # to the largest output: rounding, no more
 _REPORT = "_torchcram_report"
@@ -54,12 +55,32 @@ def prepare(
     fast = copy.deepcopy(model).eval().requires_grad_(False)
     if "" in candidates(fast):  # a layer that is the model cannot be exchanged within it
         fast = nn.Sequential(fast)
+    others = _without_kernel(fast)
     if not available():
-        return _with_report(fast, [left(n, m, "no kernels") for n, m in candidates(fast).items()])
+        choices = [left(name, layer, "no kernels") for name, layer in candidates(fast).items()]
+        return _with_report(fast, [*choices, *others])
     if example_inputs is None:
-        return _with_report(fast, exchange_layers_(fast, int8=int8))
+        return _with_report(fast, [*exchange_layers_(fast, int8=int8), *others])
     with torch.no_grad():
-        return _prepared(fast, example_inputs, fuse=fuse, int8=int8)
+        fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
+    if isinstance(fast, InParts):
+        others = [replace(choice, name=f"model.{choice.name}") for choice in others]
+    return _with_report(fast, [*report(fast), *others])
+
+
+def _without_kernel(model: nn.Module) -> list[Choice]:
+    """Returns what is said of weights that no kernel is for; all of them stay dense."""
+    choices = []
+    known = {id(layer._parameters.get("weight")) for layer in candidates(model).values()}
+    for name, weight in layer_weights(model).items():
+        if id(weight) in known:
+            continue
+        path, _, parameter = name.rpartition(".")
+        kind = type(model.get_submodule(path)).__name__
+        zeros = 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
+        said = path if parameter == "weight" else name
+        choices.append(Choice(said, kind, zeros, False, f"no kernel is for {kind} layers"))
+    return choices
 
 
 def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> nn.Module:

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import succeed
+from kills import check_kills, needs_fork
 
 from torchcram import artifact, compress, compressible_weights
 from torchcram.experiments.evaluate import score_on_test
 from torchcram.experiments.results import read_result
+from torchcram.experiments.score import Score
 from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.load import load_text
 from torchcram.experiments.train import load_trained
@@ -82,3 +84,20 @@ def test_onnx_files_take_texts_of_any_length(run, questions):
         with torch.no_grad():
             expected = small(inputs)
         torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_fork
+@pytest.mark.slow
+def test_a_folder_of_transformers_is_whole_whenever_export_is_killed(
+    run, questions, tmp_path, monkeypatch
+):
+    folder = tmp_path / "work"
+    (folder / "files" / "uniform-0.5").mkdir(parents=True)
+    (folder / "files" / "uniform-0.5" / "model.safetensors").write_bytes(b"old")
+    monkeypatch.chdir(folder)
+    trained = load_trained(run, torch.device("cpu"))
+    data = load_text(trained.recipe, questions)
+    monkeypatch.setattr("torchcram.cli.export.load", lambda *_, **__: data)
+    monkeypatch.setattr("torchcram.experiments.oneshot.score", lambda *_, **__: Score(0.5))
+    words = ("export", run, "--to", "uniform:0.5", "--format", "transformers", "--out", "files")
+    assert check_kills(lambda: succeed(*words), folder) > 8

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchcram.experiments import json_text
+from torchcram.experiments.files import write_atomically
 from torchcram.experiments.structure import require
-from torchcram.files import write_atomically
 
 FILES = {"cpu": "bench.json", "cuda": "bench-cuda.json"}  # in the folder of a run, by device
 DENSE = "dense"

@@ -1,7 +1,19 @@
 """CrAM for LoRA through peft: what is compressed is the merged weight, the one to be deployed."""
 
 from torchcram.integrations.peft.layers import merged_weights
-from torchcram.integrations.peft.merge import HeldLoraMasks, hold_lora_masks, merge_sparse
+from torchcram.integrations.peft.merge import (
+    HeldLoraMasks,
+    hold_lora_masks,
+    merge_sparse,
+    merge_sparse_,
+)
 from torchcram.integrations.peft.optimizer import LoraCrAM
 
-__all__ = ["HeldLoraMasks", "LoraCrAM", "hold_lora_masks", "merge_sparse", "merged_weights"]
+__all__ = [
+    "HeldLoraMasks",
+    "LoraCrAM",
+    "hold_lora_masks",
+    "merge_sparse",
+    "merge_sparse_",
+    "merged_weights",
+]

@@ -17,16 +17,22 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 
-from torchcram.weights import LayerWeights, compressible_weights, zero_unmasked_
+from torchcram.layers import some_of
+from torchcram.layouts import is_conv1d
+from torchcram.messages import list_names
+from torchcram.weights import compressible_weights, zero_unmasked_
 
 if TYPE_CHECKING:
-    from torchcram.weights import Weights
+    from torch.utils.hooks import RemovableHandle
+
+    from torchcram.optim.backup import UndoStack
+    from torchcram.weights import LayerWeights, Weights
 
 
 def merged_weights(model: nn.Module) -> LayerWeights:
     """Returns the weights that are compressible once the adapters are merged.
 
-    Those are the weights of all convolution and Linear layers, with and without an adapter, and of
+    Those are the weights of all layers that can be compressed, with and without an adapter, and of
     `modules_to_save` the copies that are trained; A and B themselves are not among them.
     """
     apart = {
@@ -37,10 +43,10 @@ def merged_weights(model: nn.Module) -> LayerWeights:
         for parameter in part.parameters()
     }
     found = compressible_weights(model)
-    chosen = {name: weight for name, weight in found.items() if id(weight) not in apart}
+    chosen = [name for name, weight in found.items() if id(weight) not in apart]
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no compressible weights beside its adapters")
-    return LayerWeights(chosen, {n: g for n, g in found.transposed.items() if n in chosen})
+    return some_of(found, chosen)
 
 
 def adapted_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
@@ -62,8 +68,14 @@ def lora_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
     for where, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        weight = getattr(layer.get_base_layer(), "weight", None)
+        base = layer.get_base_layer()
+        weight = getattr(base, "weight", None)
         if id(weight) not in names:
+            if others := [name for name in weights if name.startswith(f"{where}.base_layer.")]:
+                raise ValueError(
+                    f"{where!r} adapts weights of a {type(base).__name__}; allowed is LoRA on "
+                    f"layers with one weight: leave out {list_names(others)} by weights="
+                )
             continue
         _check_plain(where, layer)
         layers[names[id(weight)]] = layer
@@ -107,18 +119,28 @@ def taken_for_merged(layer: LoraLayer) -> Iterator[None]:
         layer.merged_adapters = []
 
 
-@contextmanager
-def straight_through(layer: LoraLayer, mask: Tensor | None) -> Iterator[None]:
-    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B."""
+def straight_through(layer: LoraLayer, mask: Tensor | None, undo: UndoStack) -> None:
+    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B.
+
+    Args:
+        layer: Layer whose weight is W + s B A, compressed.
+        mask: Mask M of that weight; None for a dense gradient.
+        undo: Stack that the way back is pushed to.
+    """
     weight = _own_weight(layer)
-    weight.requires_grad_(True)
-    hook = weight.register_post_accumulate_grad_hook(partial(_hand_on, layer=layer, mask=mask))
-    try:
-        with taken_for_merged(layer):
-            yield
-    finally:
-        hook.remove()
+    hooks: list[RemovableHandle] = []
+
+    def leave() -> None:
+        for hook in hooks:
+            hook.remove()
         weight.requires_grad_(False)
+        layer.merged_adapters = []
+
+    undo.push(leave)
+    weight.requires_grad_(True)
+    hand_on = partial(_hand_on, layer=layer, mask=mask)
+    hooks.append(weight.register_post_accumulate_grad_hook(hand_on))
+    layer.merged_adapters = _active(layer)  # which peft takes to be in the weight
 
 
 def _hand_on(weight: Tensor, *, layer: LoraLayer, mask: Tensor | None) -> None:
@@ -176,6 +198,8 @@ class HeldMask(LoraVariant):  # type: ignore[misc,unused-ignore]
         if isinstance(base, _ConvNd):
             convolve: Callable[..., Tensor] = getattr(base, "_conv_forward")  # noqa: B009
             return result + convolve(x, product, None)
+        if is_conv1d(base):
+            return result + x @ product
         return result + linear(x, product)
 
     def merge_safe(  # type: ignore[override,unused-ignore]

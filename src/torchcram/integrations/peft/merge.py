@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from torchcram.compress import compress_
 from torchcram.integrations.peft.layers import (
@@ -17,7 +19,9 @@ from torchcram.integrations.peft.layers import (
     merged_weights,
     taken_for_merged,
 )
-from torchcram.weights import apply_masks_, compressible_weights
+from torchcram.messages import list_names
+from torchcram.trained import copy_marks
+from torchcram.weights import apply_masks_, compressible_weights, weights_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,29 +30,70 @@ if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights
 
 
-def merge_sparse(model: nn.Module, to: Operator | str | Masks) -> nn.Module:
-    """Merges all adapters, compresses what comes out, and returns the model without adapters.
+def merge_sparse(
+    model: nn.Module, to: Operator | str | Masks, *, weights: Weights | None = None
+) -> nn.Module:
+    """Returns a copy of the model with all adapters merged and the result compressed.
 
-    As with `merge_and_unload` of peft, `model` itself is of no use afterwards; merge a deep copy to
-    go on with it.
+    The model itself keeps its adapters, so that it can be merged to one target after another.
 
     Args:
-        model: the one that peft made.
-        to: an operator, to compress to; or the masks of weights that are to be zero, by their names
-            before or after adapters were added.
+        model: Model that peft made.
+        to: Operator to compress with, or its text; or the masks of the weights that are to be
+            zero, by their names before or after adapters were added.
+        weights: Weights to compress, such as those of the `LoraCrAM` that trained the adapters; by
+            default all compressible weights of the merged model. Only their names count.
 
     Raises:
-        ValueError: if a mask has no weight, another shape or another dtype; nothing is merged then.
+        ValueError: if the model has no adapters or they are merged already; if a mask or one of
+            `weights` has no weight, or a mask another shape or dtype.
     """
+    twin = copy.deepcopy(model)
+    copy_marks(model, twin)
+    return merge_sparse_(twin, to, weights=weights)
+
+
+def merge_sparse_(
+    model: nn.Module, to: Operator | str | Masks, *, weights: Weights | None = None
+) -> nn.Module:
+    """Merges in place, without the memory of a copy: see `merge_sparse`.
+
+    As with `merge_and_unload` of peft, `model` itself is of no use afterwards.
+
+    Returns:
+        The model without adapters.
+    """
+    _require_adapters(model)
+    before = merged_weights(model)
     if isinstance(to, Mapping):
-        _masks_for(merged_weights(model), to)
+        _masks_for(before, to)
+    names = None if weights is None else _names_in(before, weights)
     merged: nn.Module = model.merge_and_unload()  # type: ignore[operator]
-    weights = compressible_weights(merged)
+    after = compressible_weights(merged)
     if isinstance(to, Mapping):
-        apply_masks_(weights, _masks_for(weights, to))
-    else:
-        compress_(merged, to, weights=weights)
+        apply_masks_(after, _masks_for(after, to))
+        return merged
+    if names is not None:
+        after = weights_in(merged, {n: w for n, w in after.items() if _plain(n) in names})
+    compress_(merged, to, weights=after)
     return merged
+
+
+def _require_adapters(model: nn.Module) -> None:
+    """Raises ValueError unless there is something to merge."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no adapters; they may be merged already")
+    if any(layer.merged for layer in layers):
+        raise ValueError("adapters are merged already: unmerge_adapter() first")
+
+
+def _names_in(known: Weights, weights: Weights) -> set[str]:
+    """Returns the names of `weights` without adapters, all of which are among those of `known`."""
+    names = {_plain(name) for name in weights}
+    if missing := names - {_plain(name) for name in known}:
+        raise ValueError(f"the merged model has no compressible {list_names(sorted(missing))}")
+    return names
 
 
 @contextmanager
@@ -119,7 +164,7 @@ def _masks_for(weights: Weights, masks: Masks) -> dict[str, Tensor]:
     for given, mask in masks.items():
         name = names.get(_plain(given))
         if name is None:
-            raise ValueError(f"there is a mask for {given!r}, but only weights {', '.join(names)}")
+            raise ValueError(f"there is a mask for {given!r}, but only weights {list_names(names)}")
         if mask.shape != weights[name].shape or mask.dtype != torch.bool:
             raise ValueError(
                 f"the mask of {given!r} is {mask.dtype} of shape {tuple(mask.shape)}; "

@@ -6,8 +6,6 @@ respect to it goes straight through C: masked by M, it reaches B and A by the ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from torchcram.integrations.adapters import refuse_unused_parameters
@@ -17,11 +15,14 @@ from torchcram.integrations.peft.layers import (
     merged_weights,
     straight_through,
 )
+from torchcram.integrations.peft.merge import merge_sparse
 from torchcram.optim import CrAM
 
 if TYPE_CHECKING:
-    from torch.amp import GradScaler
+    from torch import nn
 
+    from torchcram.operators import Operator
+    from torchcram.optim.rules import Pass
     from torchcram.weights import LayerWeights, Masks, Weights
 
 
@@ -39,30 +40,31 @@ class LoraCrAM(CrAM):
             is in a DDP with find_unused_parameters.
     """
 
-    _masks: Masks | None = None  # of merged weights, while they are compressed; empty for no masks
+    def compress(self, operator: Operator | str) -> nn.Module:
+        """Returns a copy of the model with its adapters merged and the trained weights compressed.
+
+        The same as `merge_sparse(model, operator, weights=optimizer.weights)`.
+
+        Args:
+            operator: Operator, or its text, such as "global:0.9".
+        """
+        self.restore()
+        return merge_sparse(self.model, operator, weights=self.weights)
 
     def _choose(self, weights: Weights | None) -> LayerWeights:
         refuse_unused_parameters(self, self.model)
-        chosen = super()._choose(merged_weights(self.model) if weights is None else weights)
+        chosen = merged_weights(self.model) if weights is None else weights
         self._layers = adapted_layers(self.model, chosen)
-        return chosen
+        return super()._choose(chosen)
 
     def _compress_(self) -> Masks | None:
         merge_(self._layers, self.weights)
-        masks = super()._compress_()
-        self._masks = masks or {}
-        return masks
+        return super()._compress_()
 
-    @contextmanager
-    def compressed(self, *, grad_scaler: GradScaler | None = None) -> Iterator[bool]:
-        """Moves the merged weights to w~ for a `with` block; see `CrAM.compressed`."""
-        try:
-            with super().compressed(grad_scaler=grad_scaler) as needed, ExitStack() as after:
-                if self._masks is not None:
-                    sparse = self.sparse_gradients and any(one.mask for one in self.rule.passes)
-                    for name, layer in self._layers.items():
-                        mask = self._masks.get(name) if sparse else None
-                        after.enter_context(straight_through(layer, mask))
-                yield needed
-        finally:
-            self._masks = None
+    def _prepare_layers(self, one: Pass | None, masks: Masks | None) -> None:
+        super()._prepare_layers(one, masks)
+        if one is None or not one.compress:
+            return
+        sparse = masks if masks is not None and one.mask and self.sparse_gradients else {}
+        for name, layer in self._layers.items():
+            straight_through(layer, sparse.get(name), self._undo)

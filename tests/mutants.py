@@ -1,0 +1,189 @@
+"""Small mistakes in the core, each with the tests that must notice it: `make mutants`.
+
+A mutant is an edit of one line. The tests named with it are run against a copy of the sources that
+has the edit; a mutant that they let pass lives, and means that a test is missing.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ROOT / "src"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit.
+
+    Attributes:
+        file: File in `src/torchcram`.
+        before: Text that occurs there exactly once.
+        after: Text that takes its place.
+        tests: Test files, or tests by their node ids, at least one of which must fail.
+    """
+
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+    def apply(self, text: str) -> str:
+        """Returns the text of the file with the edit."""
+        count = text.count(self.before)
+        if count != 1:
+            raise ValueError(f"{self.file} has {self.before!r} {count} times, needed is once")
+        return text.replace(self.before, self.after)
+
+
+ORACLE = ("tests/optim/test_oracle.py",)
+STEP = ("tests/optim/test_cram.py", "tests/optim/test_compressed.py")
+INTERRUPTS = ("tests/optim/test_interrupts.py",)
+STATE = ("tests/optim/test_state.py",)
+REFUSED = ("tests/optim/test_bad_input.py",)
+HELD = ("tests/test_finetune.py",)
+NORM = ("tests/test_batchnorm.py",)
+LAYOUTS = ("tests/test_layouts.py",)
+SHARDS = ("tests/test_sharded.py",)
+COVERAGE = ("tests/test_coverage.py",)
+CHAINS = ("tests/operators/test_chain.py",)
+
+MUTANTS = [
+    Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
+    Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
+    Mutant("optim/cram.py", "if one.plus:", "if not one.plus:", ORACLE),
+    Mutant("optim/cram.py", "one.mask and self.sparse_gradients", "one.mask", ORACLE),
+    Mutant("optim/cram.py", "self._undo.push(self._backup.restore)", "pass", STEP),
+    Mutant("optim/cram.py", "statistics.freeze()", "pass", STEP),
+    Mutant("optim/cram.py", "self._abandon(g)", "pass", INTERRUPTS),
+    Mutant(
+        "optim/cram.py",
+        "            self.restore()\n            raise",
+        "            raise",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "optim/cram.py", "if self._now.ready or self.allow_plain_steps:", "if True:", INTERRUPTS
+    ),
+    Mutant(
+        "optim/cram.py",
+        "        self._now.ready = False\n        super()",
+        "        super()",
+        INTERRUPTS,
+    ),
+    Mutant("optim/cram.py", "elif not self._guard.admits(hidden + left):", "elif False:", REFUSED),
+    Mutant("optim/cram.py", "before.replay()", "pass", ("tests/optim/test_companions.py",)),
+    Mutant("optim/backup.py", "            self._calls.pop()", "            pass", INTERRUPTS),
+    Mutant(
+        "optim/backup.py",
+        "            self._calls[-1]()\n            self._calls.pop()",
+        "            self._calls.pop()()",
+        INTERRUPTS,
+    ),
+    Mutant("optim/draws.py", "% self.mask_interval == 0", "% self.mask_interval == 1", STEP),
+    Mutant("optim/draws.py", "self._uses[operator] += 1", "pass", STEP),
+    Mutant("optim/draws.py", "self._generator.set_state(generator)", "pass", STATE),
+    Mutant("optim/draws.py", "packed.dtype != torch.uint8", "False", REFUSED),
+    Mutant(
+        "optim/gradients.py",
+        "g.clone() if g._is_view() else g",
+        "g",
+        ("tests/distributed/test_ddp.py",),
+    ),
+    Mutant(
+        "optim/gradients.py",
+        "torch.where(length == 0, 0, 1 / length)",
+        "1 / length",
+        STEP + REFUSED,
+    ),
+    Mutant("optim/wrapper.py", "        continue_from_state()\n", "", STATE),
+    Mutant("optim/checks.py", "id(parameter) not in known", "False", REFUSED),
+    Mutant(
+        "finetune.py",
+        "self._handles.append(optimizer.register_step_post_hook(self._after_step))",
+        "pass",
+        HELD,
+    ),
+    Mutant("finetune.py", "zero_unmasked_([local(gradient)], [mask])", "pass", HELD),
+    Mutant("finetune.py", "zero_unmasked_(moments, [mask] * len(moments))", "pass", HELD),
+    Mutant("batchnorm.py", "layer.track_running_stats = False", "pass", NORM),
+    Mutant("batchnorm.py", "layer._buffers.update(dict.fromkeys(buffers))", "pass", NORM),
+    Mutant("batchnorm.py", "layer.reset_running_stats()", "pass", NORM),
+    Mutant("batchnorm.py", "layer.momentum = old", "pass", NORM),
+    Mutant("batchnorm.py", "            buffer.copy_(value)", "            pass", NORM),
+    Mutant("layers.py", "1 if layout.transposed else 2, -1", "2, -1", LAYOUTS),
+    Mutant(
+        "layers.py",
+        "layout.transposed and not layout.stacked else",
+        "layout.transposed else",
+        SHARDS,
+    ),
+    Mutant("layers.py", "max(rows * layer, here.start)", "rows * layer", SHARDS),
+    Mutant("layouts.py", "Layout(layers=3)", "PLAIN", LAYOUTS),
+    Mutant("layouts.py", "up.shape[1] == down.shape[2]", "up.shape[2] == down.shape[1]", LAYOUTS),
+    Mutant("layouts.py", "key not in embeddings", "True", ("tests/test_weights.py",)),
+    Mutant("coverage.py", "share > MOST_UNCOVERED", "share > 0", COVERAGE),
+    Mutant("coverage.py", "        _warned.add(model)\n", "", COVERAGE),
+    Mutant("operators/topk.py", "numel() // len(layers)", "numel()", LAYOUTS),
+    Mutant("operators/topk.py", "+ 0.0  #", "#", ("tests/operators/test_parse.py",)),
+    Mutant(
+        "operators/nm.py",
+        "place > rival, other >= key",
+        "place > rival, other > key",
+        ("tests/operators/test_nm.py",),
+    ),
+    Mutant(
+        "operators/quantize.py",
+        "torch.where(scale == 0, 1, scale)",
+        "scale",
+        ("tests/operators/test_quantize.py",),
+    ),
+    Mutant("operators/quantize.py", "rows.dim() > 2", "False", SHARDS),
+    Mutant("operators/chain.py", "kept[name] & masks[name]", "masks[name]", CHAINS),
+    Mutant("operators/chain.py", "reversed(parts)", "parts", CHAINS),
+]
+
+
+def lives(mutant: Mutant, sources: Path) -> bool:
+    """Returns whether all tests pass in spite of the edit."""
+    file = sources / "torchcram" / mutant.file
+    text = file.read_text()
+    file.write_text(mutant.apply(text))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
+    environment = {**os.environ, "PYTHONPATH": f"{sources}{os.pathsep}{ROOT / 'tests'}"}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
+    finally:
+        file.write_text(text)
+    if done.returncode not in (0, 1):  # neither passed nor failed
+        raise RuntimeError(done.stdout.decode() + done.stderr.decode())
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Tries all mutants; returns how many live."""
+    living = []
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder) / "src"
+        shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
+        for mutant in MUTANTS:
+            start = time.monotonic()
+            alive = lives(mutant, sources)
+            if alive:
+                living.append(mutant)
+            verdict = "LIVES" if alive else "dies"
+            seconds = time.monotonic() - start
+            print(
+                f"{verdict:5} {seconds:5.1f} s  {mutant.file}: {mutant.before.strip()}", flush=True
+            )
+    print(f"{len(MUTANTS) - len(living)} of {len(MUTANTS)} mutants die")
+    return len(living)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
