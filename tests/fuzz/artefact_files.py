@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fuzz.mutations import NUMBERS, change_bytes, change_data, value
-from torchcram import artifact, compress_
+from torchcram import artifact, compress_, parse_operator
 from torchcram.artifact.decode import _expected
 from torchcram.artifact.encoding import DTYPES, parse_encoding
 from torchcram.artifact.form import Form
@@ -51,10 +51,14 @@ class Model(nn.Module):
             "global:0",
         )
         for index, operator in enumerate(operators):
-            layer = nn.Linear(160 if index == 2 else 32, 6, bias=index % 2 == 0).to(dtype)
+            inputs = {2: 160, 4: 64}.get(index, 32)
+            layer = nn.Linear(inputs, 6, bias=index % 2 == 0).to(dtype)
             layer.weight.data = torch.randn(layer.weight.shape, generator=generator).to(dtype)
             compress_(layer, operator)
             setattr(self, f"layer{index}", layer)
+        self.experts = nn.Parameter(torch.randn(3, 4, 32, generator=generator).to(dtype))
+        for expert in self.experts.data:
+            parse_operator("nm:2:4+int4").compress_({"": expert})
         self.turned = nn.ConvTranspose2d(8, 4, 3, groups=2).to(dtype)
         compress_(self.turned, "nm:1:4+int5")
         self.tied = self.layer0
@@ -76,7 +80,7 @@ def base(number):
     model = Model(BASES[number])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        artifact.save(model, path, operator="nm:2:4", metadata={"a": [1, {"b": None}]})
+        artifact.save(model, path, operator="nm:2:4+nm:1:5", metadata={"a": [1, {"b": None}]})
         content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -197,7 +201,10 @@ def _make_entry(rng, manifest, parts):
         shape = shape[:1]
     groups = rng.choice((None, None, None, 1, 2, 4))
     encoding = parse_encoding(_encoding(rng))
-    form = Form(dtype=DTYPES[text], shape=tuple(shape), encoding=encoding, transposed=groups)
+    used_as = {} if groups is None else {"transposed": groups}
+    if rng.random() < 0.3:
+        used_as["stacked"] = True
+    form = Form(dtype=DTYPES[text], shape=tuple(shape), encoding=encoding, **used_as)
     entry = {"dtype": text, "shape": shape, "encoding": str(encoding), "crc32": 0, "sha256": ""}
     try:
         expected = _expected(form)
@@ -210,7 +217,7 @@ def _make_entry(rng, manifest, parts):
         data = _content(rng, part, size * dtype.itemsize)
         key = encoding.keys(name)[part]
         parts[key] = [CODES[str(dtype).removeprefix("torch.")], [size], data]
-    manifest["tensors"][name] = entry if groups is None else {**entry, "transposed": groups}
+    manifest["tensors"][name] = {**entry, **used_as}
 
 
 def _content(rng, part, size):
@@ -245,7 +252,7 @@ def _file(rng, manifest, parts):
     text = json.dumps(manifest)
     if rng.random() < 0.02:
         depth = rng.choice((100, 500, 950, 1100, 20_000))
-        text = text.replace('"nm:2:4"', "[" * depth + "]" * depth, 1)
+        text = text.replace('"nm:2:4+nm:1:5"', "[" * depth + "]" * depth, 1)
     digest = hashlib.sha256(text.encode()).hexdigest()
     header = {"__metadata__": {"torchcram": text, "torchcram.sha256": digest}}
     data = b""
