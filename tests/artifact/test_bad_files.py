@@ -345,6 +345,22 @@ def test_places_of_a_group_ascend(path, operator, library, monkeypatch):
             artifact.load(path)
 
 
+@pytest.mark.parametrize(
+    ("code", "count"), [("F6_E2M3", 16), ("F4", 24), ("F8_E8M0", 12), ("C64", 1), ("F5", 3)]
+)
+def test_parts_of_foreign_types_are_refused(path, code, count):
+    artifact.save({"a": torch.ones(3 if code != "C64" else 2)}, path)
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["a"].update(dtype=code, shape=[count])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    for read in (artifact.load, artifact.verify, lambda path: list(artifact.stream(path))):
+        with pytest.raises(ValueError, match=r"bad\.safetensors: "):
+            read(path)
+
+
 def test_a_part_without_dimensions_is_refused(path):
     weight = torch.tensor([[1.0, -1.0]])
     artifact.save({"weight": weight}, path, operator="int8")

@@ -1,5 +1,7 @@
 """What is loaded is what was saved, bit for bit."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -326,3 +328,15 @@ def test_views_that_overlap_are_stored(path):
     found = artifact.load(path)
     assert torch.equal(found["some"], whole[2:7])
     assert torch.equal(found["end"], whole[5:])
+
+
+def test_threads_may_save_to_one_path(tmp_path):
+    path = tmp_path / "model.safetensors"
+    states = [{"weight": torch.full((64, 64), float(number))} for number in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        for _ in range(5):
+            manifests = list(threads.map(lambda state: artifact.save(state, path), states))
+            manifest = artifact.verify(path)
+            assert manifest in manifests
+            assert any(torch.equal(artifact.load(path)["weight"], one["weight"]) for one in states)
+    assert list(tmp_path.iterdir()) == [path]

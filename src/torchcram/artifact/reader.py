@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchcram.artifact.decode import decode, require_decodable, require_parts
@@ -21,21 +22,22 @@ Result = TypeVar("Result")
 MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"
 """Where the header of a file has the manifest and its checksum."""
 
+_UNREADABLE = (SafetensorError, AttributeError, RuntimeError, TypeError, ValueError)
+"""Errors of safetensors for types that it, or torch, does not know."""
+
 
 class Reader:
     """An open file; the memory it is mapped to goes when it does."""
 
     def __init__(self, path: Path) -> None:
-        import safetensors
-
         self.path = path
         with path.open("rb"):  # an error of the system where there is none, or no right to it
             pass
         try:
-            self._file = cast(Any, safetensors.safe_open(path, framework="pt"))
+            self._file = cast(Any, safe_open(path, framework="pt"))
             self._keys = set(self._file.keys())
             header: Mapping[str, str] = self._file.metadata() or {}
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise self._bad(f"it is cut off, altered or no safetensors file: {error}") from None
         if MANIFEST not in header:
             raise self._bad("it is no compact file of torchcram: its header has no manifest")
@@ -65,7 +67,10 @@ class Reader:
     def parts(self, name: str, *, thorough: bool = False) -> dict[str, Tensor]:
         """Returns the parts of a tensor as they are in the file, the checksums compared."""
         entry = self.manifest.tensors[name]
-        parts = {part: self._file.get_tensor(key) for part, key in self._parts[name].items()}
+        try:
+            parts = {part: self._file.get_tensor(key) for part, key in self._parts[name].items()}
+        except _UNREADABLE as error:
+            raise self._bad(f"it cannot be read: {error}", name) from None
         if crc32(parts) != entry.crc32 or (thorough and sha256(parts) != entry.sha256):
             raise self._bad("altered: its checksum is another one", name)
         return parts
