@@ -7,10 +7,14 @@ import functools
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from torchcram.native.compiling import LIBRARY
+from torchcram.native import compiling
+
+LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or compiling.LIBRARY)
+"""The library that is loaded: TORCHCRAM_LIBRARY names another one than that of the package."""
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _FUNCTIONS = {
@@ -42,10 +46,21 @@ _FUNCTIONS = {
         _INT,
         [_POINTER, _POINTER, _LONG, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT],
     ),
-    "pad": (None, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
+    "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
     "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
 }
+_NO_MEMORY = -2  # what functions that allocate memory return where there is not enough of it
 LEVELS = ("portable", "avx2", "avx512")
+
+
+_ALLOCATE = ("pack_linear", "pack_images", "linear", "linear_int8", "feed_forward")
+_ALLOCATE += ("convolution", "pad", "attention")
+
+
+def _raise_memory_error(result: int, function: Any, _: tuple[object, ...]) -> int:  # noqa: ANN401
+    if result == _NO_MEMORY:
+        raise MemoryError(f"{function.__name__} found too little memory to work in")
+    return result
 
 
 class _State:
@@ -71,11 +86,19 @@ def find() -> ctypes.CDLL | None:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(found, f"torchcram_{name}")
             function.restype, function.argtypes = result, arguments
+            if name in _ALLOCATE:
+                function.errcheck = _raise_memory_error
     except (OSError, AttributeError) as error:  # the latter of a library of another version
-        _state.why = str(error) if LIBRARY.exists() else "they have not been built"
+        _state.why = str(error) if LIBRARY.exists() else _why_missing()
         return None
     found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
     return found
+
+
+def _why_missing() -> str:
+    if "TORCHCRAM_LIBRARY" in os.environ:
+        return f"TORCHCRAM_LIBRARY names {LIBRARY}, which does not exist"
+    return "they have not been built"
 
 
 @functools.cache

@@ -147,21 +147,24 @@ void linear_int8(const void* what, int64_t task) {
   round_tokens(job.input + first * job.inner, job.inner, tokens, reinterpret_cast<uint8_t*>(bytes),
                scales);
   float* panel = scratch(1, packed.inner_starts[packed.blocks() + 1] / 4);
+  clear_column(panel);
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t k = packed.inner_starts[block];
-    take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel);
+    take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel + kPanel);
     multiply_int8(rows, block, panel, vectors, job.start);
   }
   scale_sums(rows, job.scales, scales, job.bias);
   if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
   const int64_t middle = packed.header->rows;
   activate(rows.sums, middle * kPanel, job.activation);
-  // and room for whatever its columns may point to
-  float* next_panel = scratch(2, (middle + 3) / 4 * kPanel + 65536 / 4);
+  // and room for whatever its columns may point to. What lies before a panel after the first need not
+  // be zero: integers times a weight of zero add nothing.
+  float* next_panel = scratch(2, (middle + 3) / 4 * kPanel + 65536 / 4) + kPanel;
+  clear_column(next_panel - kPanel);
   round_rows(rows.sums, middle, next_panel, scales);
   const Rows next(*job.then, 0, 1, 4);
   for (int64_t block = 0; block < job.then->blocks(); ++block)
-    multiply_int8(next, block, next_panel + job.then->inner_starts[block] * kPanel, vectors,
+    multiply_int8(next, block, next_panel + (job.then->inner_starts[block] - 1) * kPanel, vectors,
                   job.then_start);
   scale_sums(next, job.then_scales, scales, job.then_bias);
   give_rows(job, next, first, tokens, kNone);

@@ -41,16 +41,16 @@ struct Rows {
   Rows(const Packed& p, int64_t part, int64_t parts, int slot)
       : first(p.groups() * part / parts), last(p.groups() * (part + 1) / parts), packed(p) {
     // Rows that fill up the last pair, four or vector need room as well, and, where the sums are
-    // the panel of another layer, whatever its columns may point to.
+    // the panel of another layer, whatever its columns may point to, and a column before the first.
     const int64_t rows = packed.first_row(last) - packed.first_row(first) + 16;
-    sums = scratch(slot, rows * kPanel + 65536 / 4);
+    sums = scratch(slot, rows * kPanel + 65536 / 4) + kPanel;
   }
   float* of(int64_t group) const {
     return sums + (packed.first_row(group) - packed.first_row(first)) * kPanel;
   }
 };
 
-// sums += W[rows, block] panel, for the first `vectors` vectors of the panel; the first block
+// sums += W[rows, block] panel, whose first column holds zeros, for the first `vectors` vectors of the panel; the first block
 // starts from the bias.
 void multiply(const Rows& rows, int64_t block, const float* panel, int vectors, const float* bias) {
   const char* x = reinterpret_cast<const char*>(panel);

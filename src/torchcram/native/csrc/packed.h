@@ -7,24 +7,27 @@
 //
 // Two forms of stream:
 //   pairs    two rows at a time, each with its own columns, as many for both (the shorter is
-//            filled with zeros; rows are paired by their counts):
+//            filled up with entries of value zero; rows are paired by their counts):
 //            count, row, row, then (column, column)...
 //   fours    four rows at a time; a column that two of them use is read once for both:
 //            shared, rest, 4 rows, then for each shared step the columns of rows (0, 1), (2, 3),
 //            (0, 2), (1, 3), (0, 3), (1, 2), 0, 1, 2, 3, then for each step of the rest those of
 //            rows 0, 1, 2, 3 (zeros fill up, and rows are grouped so that there are few)
-// A "column" is the offset in bytes of its 64 tokens in the panel.
+// A "column" is the offset in bytes of its 64 tokens in the panel. The column at offset 0 holds zeros:
+// entries that fill up a pair or a four point to it, so that no NaN or infinity of the input reaches
+// a row that does not use it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace torchcram {
 
 constexpr int kPanel = 64;           // tokens
 constexpr int kPanelBytes = 256;     // of one k
 constexpr int kMostRows = 384;       // of a group
-constexpr int64_t kMagic = 0x314d415243;  // "CRAM1"
+constexpr int64_t kMagic = 0x324d415243;  // "CRAM2"
 constexpr int64_t kPanelMost = 28672;  // bytes of a panel of pixels that L1 holds
 constexpr size_t kAlign = 64;
 
@@ -118,10 +121,34 @@ struct Kernels {
 
 extern const Kernels kAvx512, kAvx2, kPortable;
 
-// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included.
+// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included. Throws std::bad_alloc
+// where a task did, on whatever thread; some tasks have not been run then.
 void parallel(Task task, const void* job, int64_t count, int threads);
 
-// Memory of this thread, at least `floats` long, aligned, contents undefined.
+// Memory of this thread, at least `floats` long, aligned, contents undefined. Throws std::bad_alloc.
 float* scratch(int slot, size_t floats);
+
+// The column of zeros at the start of a panel.
+static inline void clear_column(float* panel) { memset(panel, 0, kPanelBytes); }
+
+// What the functions of the C interface return where memory runs out.
+constexpr int kNoMemory = -2;
+
+// Runs the body of a function of the C interface, which no exception may leave.
+template <class Body>
+auto without_exceptions(Body body) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (...) {  // std::bad_alloc, or std::length_error of a vector that no memory could hold
+    return kNoMemory;
+  }
+}
+
+// Builds with TORCHCRAM_FAULTS count allocations and let one of them fail, for tests.
+#if defined(TORCHCRAM_FAULTS)
+void count_allocation();
+#else
+inline void count_allocation() {}
+#endif
 
 }  // namespace torchcram
