@@ -89,16 +89,11 @@ def find() -> ctypes.CDLL | None:
             if name in _ALLOCATE:
                 function.errcheck = _raise_memory_error
     except (OSError, AttributeError) as error:  # the latter of a library of another version
-        _state.why = str(error) if LIBRARY.exists() else _why_missing()
+        missing = f"they have not been built: there is no {LIBRARY}"
+        _state.why = str(error) if LIBRARY.exists() else missing
         return None
     found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
     return found
-
-
-def _why_missing() -> str:
-    if "TORCHCRAM_LIBRARY" in os.environ:
-        return f"TORCHCRAM_LIBRARY names {LIBRARY}, which does not exist"
-    return "they have not been built"
 
 
 @functools.cache
