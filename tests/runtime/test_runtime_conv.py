@@ -7,6 +7,7 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseConv2d
+from torchcram.runtime.ops_conv import images_innermost
 from torchcram.runtime.packing import FOURS, PAIRS, Geometry, check_packed, pack_images
 
 pytestmark = needs_kernels
@@ -76,10 +77,10 @@ def test_every_remainder_of_channels(by_images, channels, form):
     assert relative_error(layer(x), reference(x, weight, None, geometry)) < 2e-6
 
 
-def test_images_stay_innermost_through_elementwise_operators():
+def test_images_that_are_innermost_stay_so_through_elementwise_operators():
     geometry = GEOMETRIES[1]
     layer = SparseConv2d(sparse_weight(4, 4, 3, 3), None, geometry, by_images=True)
-    y = layer(torch.randn(6, 4, 5, 5))
+    y = layer(images_innermost(torch.randn(6, 4, 5, 5)))
     assert y.permute(2, 3, 1, 0).is_contiguous()
     assert (torch.relu(y) + y).permute(2, 3, 1, 0).is_contiguous()
     z = reference(y, layer_weight := sparse_weight(4, 4, 3, 3), None, geometry)

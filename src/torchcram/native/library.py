@@ -17,7 +17,10 @@ LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or compiling.LIBRARY)
 """The library that is loaded: TORCHCRAM_LIBRARY names another one than that of the package."""
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_MATRIX = (_POINTER, _LONG)  # a packed one, and its bytes
+_INTERFACE = 2  # as in api.cpp
 _FUNCTIONS = {
+    "interface": (_INT, []),
     "level": (ctypes.c_char_p, []),
     "use_level": (_INT, [_INT]),
     "use_openmp": (None, [_POINTER]),
@@ -31,7 +34,7 @@ _FUNCTIONS = {
     "pack_images": (_LONG, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG]),
     "linear": (
         _INT,
-        [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT],
+        [_POINTER, *[_LONG] * 3, *_MATRIX, *[_POINTER] * 2, _INT, _POINTER, _INT],
     ),
     "has_int8": (_INT, []),
     "linear_int8": (
@@ -40,11 +43,11 @@ _FUNCTIONS = {
     ),
     "feed_forward": (
         _INT,
-        [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2, _INT, *[_POINTER] * 4, _INT],
+        [_POINTER, *[_LONG] * 4, *_MATRIX, _POINTER, _INT, *_MATRIX, *[_POINTER] * 3, _INT],
     ),
     "convolution": (
         _INT,
-        [_POINTER, _POINTER, _LONG, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT],
+        [*[_POINTER] * 2, _LONG, *_MATRIX, _INT, *[_POINTER] * 2, _INT, _POINTER, _INT],
     ),
     "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
     "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
@@ -53,8 +56,10 @@ _NO_MEMORY = -2  # what functions that allocate memory return where there is not
 LEVELS = ("portable", "avx2", "avx512")
 
 
-_ALLOCATE = ("pack_linear", "pack_images", "linear", "linear_int8", "feed_forward")
-_ALLOCATE += ("convolution", "pad", "attention")
+_ALLOCATE = (
+    *("pack_linear", "pack_images", "pad", "convolution"),
+    *("linear", "linear_int8", "feed_forward", "attention"),
+)
 
 
 def _raise_memory_error(result: int, function: Any, _: tuple[object, ...]) -> int:  # noqa: ANN401
@@ -88,6 +93,8 @@ def find() -> ctypes.CDLL | None:
             function.restype, function.argtypes = result, arguments
             if name in _ALLOCATE:
                 function.errcheck = _raise_memory_error
+        if found.torchcram_interface() != _INTERFACE:
+            raise OSError(f"{LIBRARY} was built from other sources")
     except (OSError, AttributeError) as error:  # the latter of a library of another version
         missing = f"they have not been built: there is no {LIBRARY}"
         _state.why = str(error) if LIBRARY.exists() else missing

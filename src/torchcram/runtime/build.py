@@ -19,8 +19,11 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m torchcram.runtime.build", description="Builds the sparse kernels."
     )
     parser.add_argument(
-        "target", nargs="?", type=Path, default=LIBRARY, help="library to write; by default the "
-        "one that the package loads"
+        "target",
+        nargs="?",
+        type=Path,
+        default=LIBRARY,
+        help="library to write; by default the one that the package loads",
     )
     parser.add_argument(
         "--sanitize",

@@ -31,6 +31,9 @@ using namespace torchcram;
 
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Goes up with every change of the functions below: another number is of other sources.
+TORCHCRAM_EXPORT int torchcram_interface() { return 2; }
+
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
 // For tests: 2 AVX-512, 1 AVX2, 0 portable; false where the machine does not have it.
@@ -81,7 +84,7 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows
   const int64_t most = kPanelMost / (slots * 64);
   const int64_t channels = most > c.channels ? c.channels : most < 1 ? 1 : most;
   const int64_t bytes = kPanelBytes + channels * slots * 64;
-  if (bytes > 65536) return -1;
+  if (bytes > kPanelRoom) return -1;
   return without_exceptions([&]() -> int64_t {
     std::vector<uint16_t> offsets(c.channels * kernel);
     for (int64_t k = 0; k < c.channels * kernel; ++k) {

@@ -36,13 +36,15 @@ static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
   return tasks >= threads ? 1 : packed.groups();
 }
 
-// The three return whether the matrix is of the shape that is asked for; nothing is done if not.
+// They return whether the matrix is one, and of the shape that is asked for; nothing is done if not.
 TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
-                                      const void* memory, const float* bias, const float* residual,
-                                      int activation, float* y, int threads) {
+                                      const void* memory, int64_t bytes, const float* bias,
+                                      const float* residual, int activation, float* y,
+                                      int threads) {
+  if (!good_tables(memory, bytes)) return 0;
   const Packed packed(memory);
   const Header& h = *packed.header;
-  if (h.magic != kMagic || h.inner != inner || h.rows != rows) return 0;
+  if (h.inner != inner || h.rows != rows) return 0;
   if (!fits(packed, 1, kPanelBytes)) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
   const int64_t splits = parts(panels, threads, packed);
@@ -66,13 +68,16 @@ TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64
                                            const Layer8* second, const float* residual, float* y,
                                            int threads) {
   if (!torchcram_has_int8()) return 0;
-  const Packed packed(first->packed), then(second ? second->packed : first->packed);
-  const Header &h = *packed.header, &t = *then.header;
-  for (const Header* each : {&h, &t})
-    if (each->magic != kMagic || each->form != kPairs) return 0;
-  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
-  if (h.inner != (inner + 3) / 4 || t.rows != rows) return 0;
-  if (second && t.inner != (h.rows + 3) / 4) return 0;
+  const Layer8* last = second ? second : first;
+  for (const Layer8* layer : {first, last}) {
+    if (!good_tables(layer->packed, layer->bytes)) return 0;
+    const Packed each(layer->packed);
+    if (each.header->rows != layer->rows || each.header->form != kPairs) return 0;
+    if (!fits(each, 1, kPanelBytes)) return 0;
+  }
+  const Packed packed(first->packed), then(last->packed);
+  if (packed.header->inner != (inner + 3) / 4 || last->rows != rows) return 0;
+  if (second && then.header->inner != (first->rows + 3) / 4) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
   const int64_t splits = second ? 1 : parts(panels, threads, packed);
   Job job = begin(packed, x, first->bias, residual, activation, y);
@@ -87,14 +92,15 @@ TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64
 
 // Two Linear layers, an activation between them.
 TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int64_t inner,
-                                            int64_t rows, const void* first, const float* bias,
-                                            int activation, const void* second,
+                                            int64_t middle, int64_t rows, const void* first,
+                                            int64_t first_bytes, const float* bias, int activation,
+                                            const void* second, int64_t second_bytes,
                                             const float* then_bias, const float* residual, float* y,
                                             int threads) {
+  if (!good_tables(first, first_bytes) || !good_tables(second, second_bytes)) return 0;
   const Packed packed(first), then(second);
   const Header &h = *packed.header, &t = *then.header;
-  if (h.magic != kMagic || t.magic != kMagic) return 0;
-  if (h.inner != inner || t.rows != rows || h.rows != t.inner) return 0;
+  if (h.inner != inner || h.rows != middle || t.inner != middle || t.rows != rows) return 0;
   if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
   Job job = begin(packed, x, bias, residual, activation, y);
   job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
@@ -102,13 +108,14 @@ TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int6
 }
 
 TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
-                                           const void* memory, int by_images, const float* bias,
-                                           const float* residual, int activation, float* y,
-                                           int threads) {
+                                           const void* memory, int64_t bytes, int by_images,
+                                           const float* bias, const float* residual, int activation,
+                                           float* y, int threads) {
+  if (!good_tables(memory, bytes)) return 0;
   const Packed packed(memory);
   const Header& h = *packed.header;
   const Convolution& c = *shape;
-  if (h.magic != kMagic || h.rows != rows) return 0;
+  if (h.rows != rows) return 0;
   if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
   Strip strip;
   if (by_images && !strip.lay_out(c)) return 0;

@@ -69,7 +69,7 @@ void multiply_tokens(const Job& job, const Rows& rows, int64_t first, int64_t to
   const Packed& packed = rows.packed;
   const int64_t inner = packed.header->inner;
   const int vectors = (tokens + kLanes - 1) / kLanes;
-  float* panel = scratch(1, packed.inner_starts[packed.blocks() + 1] / 4);
+  float* panel = scratch(1, kPanelFloats);
   clear_column(panel);
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t k = packed.inner_starts[block];

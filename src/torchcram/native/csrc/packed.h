@@ -27,6 +27,8 @@ namespace torchcram {
 constexpr int kPanel = 64;           // tokens
 constexpr int kPanelBytes = 256;     // of one k
 constexpr int kMostRows = 384;       // of a group
+constexpr int kSumsRows = 512;       // of the sums of a group: a power of two
+constexpr int64_t kPanelRoom = 65536;  // bytes that columns, numbers of 16 bits, can point to
 constexpr int64_t kMagic = 0x324d415243;  // "CRAM2"
 constexpr int64_t kPanelMost = 28672;  // bytes of a panel of pixels that L1 holds
 constexpr size_t kAlign = 64;
@@ -51,7 +53,7 @@ struct Packed {
   const uint16_t* columns;
   const float* values;
 
-  explicit Packed(const void* memory);
+  explicit Packed(const void* memory);  // whose tables have been checked
   int64_t blocks() const { return header->blocks; }
   int64_t groups() const { return header->groups; }
   int64_t first_row(int64_t group) const { return group * header->group_rows; }
@@ -60,6 +62,10 @@ struct Packed {
     return left < header->group_rows ? left : header->group_rows;
   }
 };
+
+// Whether memory of so many bytes has the header and the tables of a packed matrix; what the tables
+// lead to is within it.
+bool good_tables(const void* memory, int64_t bytes);
 
 struct Convolution {
   int64_t batch, channels, height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w,
@@ -96,9 +102,11 @@ struct Job {
   const float *scales = nullptr, *then_scales = nullptr;
 };
 
-// A Linear layer in 8 bits: the packed matrix, what each row starts from, its scale, its bias.
+// A Linear layer in 8 bits: the packed matrix, its bytes and rows, what each row starts from, its
+// scale, its bias.
 struct Layer8 {
   const void* packed;
+  int64_t bytes, rows;
   const int32_t* start;
   const float *scales, *bias;
 };
@@ -130,6 +138,9 @@ float* scratch(int slot, size_t floats);
 
 // The column of zeros at the start of a panel.
 static inline void clear_column(float* panel) { memset(panel, 0, kPanelBytes); }
+
+// Floats of a panel, with room for whatever its columns may point to.
+constexpr size_t kPanelFloats = (kPanelRoom + kPanelBytes) / sizeof(float);
 
 // What the functions of the C interface return where memory runs out.
 constexpr int kNoMemory = -2;
