@@ -1,4 +1,4 @@
-"""Inputs without elements: every layer and operator gives what dense gives, or refuses as it does."""
+"""Inputs without elements: layers and operators give what dense gives, or refuse as it does."""
 
 import pytest
 import torch

@@ -121,18 +121,39 @@ def lay_images_innermost_(model: fx.GraphModule) -> None:
             sources and inner.issuperset(sources) and _keeps_layout(modules, node)
         ):
             inner.add(node)
+    # Readers share a copy, unless what they read may be written to in between.
+    written = any(_writes(modules, node) for node in model.graph.nodes)
+    copies: dict[fx.Node, fx.Node] = {}
     for node in list(model.graph.nodes):
-        source = node.args[0] if node.args else None
-        if _by_images(modules, node) and isinstance(source, fx.Node) and source not in inner:
-            with model.graph.inserting_before(node):
-                node.replace_input_with(
-                    source, model.graph.call_function(images_innermost, (source,))
-                )
-        for source in [] if node in inner else node.all_input_nodes:
-            if source in inner:  # one copy per reader: what is read may be written to in between
+        inward = _by_images(modules, node)
+        if node in inner and not inward:
+            continue
+        for source in [node.args[0]] if inward else node.all_input_nodes:
+            if not isinstance(source, fx.Node) or (source in inner) == inward:
+                continue
+            if written or source not in copies:
                 with model.graph.inserting_before(node):
-                    node.replace_input_with(source, _in_format_of(model, source))
+                    copies[source] = _other_layout(model, source, innermost=inward)
+            node.replace_input_with(source, copies[source])
     _refresh_(model)
+
+
+def _other_layout(model: fx.GraphModule, node: fx.Node, *, innermost: bool) -> fx.Node:
+    if innermost:
+        return model.graph.call_function(images_innermost, (node,))
+    memory_format = getattr(node.meta.get("tensor_meta"), "memory_format", None)
+    options = {"memory_format": memory_format or torch.contiguous_format}
+    return model.graph.call_method("contiguous", (node,), options)
+
+
+def _writes(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    """Returns whether a node may change one of its inputs."""
+    module = _module(modules, node)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
+    in_place = in_place and node.op in ("call_function", "call_method")
+    flags = (getattr(module, "inplace", False), node.kwargs.get("inplace", False))
+    return in_place or any(flags) or "out" in node.kwargs
 
 
 def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
@@ -144,12 +165,6 @@ def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     """Returns whether the outputs of a node lie in memory as its inputs do, whatever that is."""
     idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
     return idle or _is_call(node, _ADD) or _activation(modules, node) is not None
-
-
-def _in_format_of(model: fx.GraphModule, node: fx.Node) -> fx.Node:
-    memory_format = getattr(node.meta.get("tensor_meta"), "memory_format", None)
-    options = {"memory_format": memory_format or torch.contiguous_format}
-    return model.graph.call_method("contiguous", (node,), options)
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

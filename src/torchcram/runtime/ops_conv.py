@@ -198,7 +198,7 @@ def _output_layout(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[
         return _CHANNELS_LAST
     if by_images and not x.is_contiguous() and x.permute(_INNERMOST).is_contiguous():
         return _INNERMOST
-    return _CHANNELS_LAST if channels_last else _CONTIGUOUS
+    return _CHANNELS_LAST if channels_last and len(x) else _CONTIGUOUS  # as torch has it
 
 
 def _empty_output(x: Tensor, shape: Geometry, features: int, layout: tuple[int, ...]) -> Tensor:
