@@ -8,7 +8,14 @@ from torch.nn import functional
 
 from torchcram.runtime.modules import SparseConv2d
 from torchcram.runtime.ops_conv import images_innermost
-from torchcram.runtime.packing import FOURS, PAIRS, Geometry, check_packed, pack_images
+from torchcram.runtime.packing import (
+    FOURS,
+    PAIRS,
+    Geometry,
+    check_packed,
+    pack_images,
+    pack_linear,
+)
 
 pytestmark = needs_kernels
 
@@ -98,6 +105,22 @@ def test_a_nan_spreads_as_far_as_the_kernel(by_images, batch, relu):
     found = layer(x).isnan()
     assert torch.equal(found, reference(x, weight, None, geometry, relu=relu).isnan())
     assert int(found.sum()) == 5 * 9
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("form", [PAIRS, FOURS])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+@pytest.mark.usefixtures("each_level")
+def test_what_is_not_finite_reaches_the_channels_that_use_it_alone(by_images, form, sparsity):
+    geometry, weight = GEOMETRIES[1], sparse_weight(19, 20, 3, 3, sparsity=sparsity)
+    x = torch.randn(17, 20, 5, 6)
+    x[3, 0, 0, 0] = x[5, 7, 2, 2] = x[16, 19, 4, 5] = float("inf")
+    layer = SparseConv2d(weight, None, geometry, by_images=by_images)
+    layer.packed = (
+        pack_images(weight, geometry, form=form) if by_images else pack_linear(weight, form=form)
+    )
+    used = reference((~x.isfinite()).float(), (weight != 0).float(), None, geometry)
+    assert torch.equal(~layer(x).isfinite(), used > 0)
 
 
 @pytest.mark.parametrize("by_images", [False, True])

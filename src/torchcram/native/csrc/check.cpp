@@ -18,8 +18,8 @@ bool fits(const Header& h, int64_t bytes) {
   for (int64_t n : {h.rows, h.inner, h.blocks, h.groups, h.group_rows})
     if (n < 1 || n > most) return false;
   if (h.blocks > bytes / 8 || h.groups > bytes / 16 / h.blocks) return false;
-  if (h.group_rows % 16 || (h.groups - 1) * h.group_rows >= h.rows) return false;
-  if (h.groups * h.group_rows < h.rows || h.group_rows > kMostRows) return false;
+  if (h.group_rows % 16 || h.group_rows > kMostRows) return false;
+  if ((h.groups - 1) * h.group_rows >= h.rows || h.groups * h.group_rows < h.rows) return false;
   const int64_t tables =
       int64_t(sizeof(Header)) + (h.blocks + 2) * 8 + (h.blocks * h.groups + 1) * 16;
   return h.columns_at % 2 == 0 && h.values_at % 4 == 0 && tables <= h.columns_at &&
@@ -86,15 +86,17 @@ bool good_tables(const void* memory, int64_t bytes) {
   if (panel_bytes < 2 * kPanelBytes || panel_bytes > kPanelRoom || panel_bytes % kAlign) return false;
   if (packed.inner_starts[0] != 0 || packed.inner_starts[h.blocks] != h.inner) return false;
   for (int64_t block = 0; block < h.blocks; ++block) {
-    const int64_t wide = packed.inner_starts[block + 1] - packed.inner_starts[block];
-    if (wide < 1 || wide > 65536) return false;
+    const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
+    if (to <= from || to > h.inner || to - from > 65536) return false;  // from 0 on, they go up
     for (int64_t group = 0; group < h.groups; ++group) {
       const Start* s = packed.starts + block * h.groups + group;
-      if (s->column < 0 || s->value < 0 || s[1].column > columns || s[1].value > values) return false;
-      const int64_t here = s[1].column - s->column, stored = s[1].value - s->value;
-      const int64_t entries = here - other_columns(h.form, packed.group_rows(group));
-      // By fours, up to 16 values have 10 columns, and what lies behind the columns are the values.
-      if (stored < 0 || entries < 0 || (h.form == kPairs && entries != stored)) return false;
+      if (s->column < 0 || s[1].column < s->column || s[1].column > columns) return false;
+      if (s->value < 0 || s[1].value < s->value || s[1].value > values) return false;
+      const int64_t stored = s[1].value - s->value;
+      const int64_t entries =
+          s[1].column - s->column - other_columns(h.form, packed.group_rows(group));
+      // By fours, 16 values may have only 10 columns: what lies behind all columns are the values.
+      if (entries < 0 || (h.form == kPairs && entries != stored)) return false;
     }
   }
   return true;

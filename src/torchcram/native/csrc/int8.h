@@ -20,8 +20,8 @@ template <int V, bool First>
 void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const int32_t* start) {
   for (int64_t row = 0; row < rows; row += 2) {
     int count = s.column[0];
-    const int64_t i = s.column[1], j = s.column[2];
-    if ((s.values -= 2 * count) < 0 || (i | j) >= kSumsRows) return;
+    const int64_t i = s.column[1] % kSumsRows, j = s.column[2] % kSumsRows;
+    if (2 * count > s.end - s.value) return;
     Words* a = reinterpret_cast<Words*>(sums + i * kPanel);
     Words* b = reinterpret_cast<Words*>(sums + j * kPanel);
     s.column += 3;

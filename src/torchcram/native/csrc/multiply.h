@@ -14,7 +14,7 @@ void run(bool pairs, const char* panel, Stream s, float* sums, int64_t rows, con
 
 TORCHCRAM_INLINE Stream stream(const Packed& packed, int64_t block, int64_t group) {
   const Start* at = packed.starts + block * packed.groups() + group;
-  return {packed.columns + at->column, packed.values + at->value, at[1].value - at->value};
+  return {packed.columns + at->column, packed.values + at->value, packed.values + at[1].value};
 }
 
 template <bool First>

@@ -155,10 +155,13 @@ auto without_exceptions(Body body) noexcept -> decltype(body()) {
   }
 }
 
-// Builds with TORCHCRAM_FAULTS count allocations and let one of them fail, for tests.
+// Builds with TORCHCRAM_FAULTS count allocations and let one of them fail, for tests; so that there
+// are some to fail, they keep no memory for the next call.
 #if defined(TORCHCRAM_FAULTS)
+constexpr bool kFaults = true;
 void count_allocation();
 #else
+constexpr bool kFaults = false;
 inline void count_allocation() {}
 #endif
 

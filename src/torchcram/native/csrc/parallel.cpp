@@ -130,7 +130,7 @@ void parallel(Task task, const void* job, int64_t count, int threads) {
 float* scratch(int slot, size_t floats) {
   static thread_local Memory memories[5];
   Memory& memory = memories[slot];
-  if (memory.floats < floats) {
+  if (memory.floats < floats || kFaults) {
     free(memory.data);
     memory.data = nullptr, memory.floats = 0;
     const size_t room = (floats + 1023) / 1024 * 1024;
