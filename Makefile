@@ -1,11 +1,12 @@
 # make demo   environment, install, train, compress, show the table, write the report
 # make test   environment, install, lint, types, import layers, tests
+# make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -23,6 +24,16 @@ check: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Into a folder of its own: the library of the package stays as it is. libstdc++ is named because the
+# sanitizers look for the functions that they replace when the process starts.
+SANITIZED := $(CURDIR)/build/sanitize/libtorchcram.so
+sanitize: $(VENV)/.installed
+	$(BIN)/python -m torchcram.runtime.build --sanitize $(SANITIZED)
+	TORCHCRAM_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) \
+	$$($(CXX) -print-file-name=libstdc++.so)" \
+	$(BIN)/python -m pytest -q -s tests/native tests/artifact tests/runtime
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
