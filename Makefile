@@ -1,14 +1,15 @@
-# make demo   environment, install, train, compress, show the table, write the report
-# make test   environment, install, lint, types, import layers, tests (ten seconds of fuzzing too)
-# make fuzz   mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
-# make mutants   whether the tests notice small mistakes in the core
+# make demo       environment, install, train, compress, show the table, write the report
+# make test       environment, install, lint, types, import layers, tests (ten seconds of fuzzing too)
+# make fuzz       mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
+# make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
+# make mutants    whether the tests notice small mistakes in the core; several minutes
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SECONDS ?= 60
 
-.PHONY: demo test fuzz check format mutants clean
+.PHONY: demo test check format fuzz sanitize mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -30,7 +31,17 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-mutants: $(VENV)/.installed  # mistakes in the core that the tests must notice; several minutes
+# Into a folder of its own: the library of the package stays as it is. libstdc++ is named because the
+# sanitizers look for the functions that they replace when the process starts.
+SANITIZED := $(CURDIR)/build/sanitize/libtorchcram.so
+sanitize: $(VENV)/.installed
+	$(BIN)/python -m torchcram.runtime.build --sanitize $(SANITIZED)
+	TORCHCRAM_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) \
+	$$($(CXX) -print-file-name=libstdc++.so)" \
+	$(BIN)/python -m pytest -q -s tests/native tests/artifact tests/runtime
+
+mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt

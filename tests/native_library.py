@@ -2,15 +2,16 @@
 
 import pytest
 
-from torchcram.native.compiling import LIBRARY, SOURCES, build, compiler
+from torchcram.native import compiling
+from torchcram.native.library import LIBRARY
 
 
 def _stale():
-    newest = max(file.stat().st_mtime for file in SOURCES.iterdir())
+    newest = max(file.stat().st_mtime for file in compiling.SOURCES.iterdir())
     return not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest
 
 
-if compiler() and _stale():
-    build()
+if compiling.compiler() and LIBRARY == compiling.LIBRARY and _stale():
+    compiling.build()
 
 needs_kernels = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler")

@@ -1,15 +1,19 @@
 """Building the kernels: with a compiler, without one, and as part of a wheel."""
 
 import ctypes
+import os
 import platform
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from native_library import needs_kernels
 
-from torchcram.native import compiling
+from torchcram.native import compiling, library
+from torchcram.runtime import build as build_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +48,49 @@ def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
     assert compiling.compiler() is None
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         compiling.build(tmp_path / "kernels.so")
+
+
+def build_command(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "torchcram.runtime.build", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_command_says_in_one_line_that_there_is_no_compiler(tmp_path):
+    ran = build_command(str(tmp_path / "kernels.so"), CXX="no-such-compiler")
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert ran.stderr == (
+        "the kernels were not built: no C++ compiler: install g++ or clang++, or name one in CXX\n"
+    )
+
+
+def test_the_command_says_in_one_line_that_it_cannot_write(tmp_path, monkeypatch, capsys):
+    def build(target, **_):
+        raise PermissionError(13, "Permission denied", str(target))
+
+    monkeypatch.setattr(build_module, "build", build)
+    assert build_module.main([str(tmp_path / "kernels.so")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the kernels were not built: ")
+    assert "kernels.so" in line
+
+
+def test_the_command_names_what_it_built(monkeypatch, capsys, tmp_path):
+    given = []
+    monkeypatch.setattr(
+        build_module, "build", lambda target, **options: given.append(options) or target
+    )
+    assert build_module.main([]) == 0
+    assert build_module.main(["--sanitize", str(tmp_path / "other.so")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [str(compiling.LIBRARY), str(tmp_path / "other.so")]
+    assert given == [{"sanitize": False, "faults": False}, {"sanitize": True, "faults": True}]
 
 
 def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
@@ -107,8 +154,6 @@ def test_a_folder_that_is_read_only_gives_a_wheel_for_every_machine(hook, monkey
 
 
 def test_a_library_that_cannot_be_loaded_says_why(monkeypatch, tmp_path):
-    from torchcram.native import library
-
     (tmp_path / "cut.so").write_bytes(b"\x7fELF")
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "cut.so")
     library.find.cache_clear()
@@ -119,3 +164,40 @@ def test_a_library_that_cannot_be_loaded_says_why(monkeypatch, tmp_path):
     finally:
         library.find.cache_clear()
         library.library.cache_clear()
+
+
+def test_the_environment_names_another_library(tmp_path):
+    code = "from torchcram.native import library; print(library.LIBRARY); print(library.find())"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "TORCHCRAM_LIBRARY": str(tmp_path / "other.so")},
+    )
+    assert ran.stdout.splitlines() == [str(tmp_path / "other.so"), "None"]
+
+
+@needs_kernels
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "_INTERFACE", -1)
+    monkeypatch.setattr(library._state, "why", "")
+    assert library.find.__wrapped__() is None
+    assert "was built from other sources" in library._state.why
+
+
+@needs_kernels
+def test_a_library_for_tests_finds_errors_of_memory(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(compiling, "_run", commands.append)
+    monkeypatch.setattr(compiling.shutil, "copyfile", lambda _, part: part.touch())
+    compiling.build(tmp_path / "new" / "kernels.so", sanitize=True, faults=True)
+    assert (tmp_path / "new" / "kernels.so").exists()
+    assert all("-fsanitize=address,undefined" in command for command in commands)
+    assert any("faults.cpp" in word for command in commands for word in command)
+    assert "-static-libstdc++" not in commands[-1]  # the sanitizer replaces parts of it
+    commands.clear()
+    compiling.build(tmp_path / "kernels.so")
+    words = [word for command in commands for word in command]
+    assert not any("sanitize" in word or "faults" in word.lower() for word in words)

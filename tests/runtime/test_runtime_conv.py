@@ -7,7 +7,15 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.modules import SparseConv2d
-from torchcram.runtime.packing import FOURS, PAIRS, Geometry, check_packed, pack_images
+from torchcram.runtime.ops_conv import images_innermost
+from torchcram.runtime.packing import (
+    FOURS,
+    PAIRS,
+    Geometry,
+    check_packed,
+    pack_images,
+    pack_linear,
+)
 
 pytestmark = needs_kernels
 
@@ -76,10 +84,10 @@ def test_every_remainder_of_channels(by_images, channels, form):
     assert relative_error(layer(x), reference(x, weight, None, geometry)) < 2e-6
 
 
-def test_images_stay_innermost_through_elementwise_operators():
+def test_images_that_are_innermost_stay_so_through_elementwise_operators():
     geometry = GEOMETRIES[1]
     layer = SparseConv2d(sparse_weight(4, 4, 3, 3), None, geometry, by_images=True)
-    y = layer(torch.randn(6, 4, 5, 5))
+    y = layer(images_innermost(torch.randn(6, 4, 5, 5)))
     assert y.permute(2, 3, 1, 0).is_contiguous()
     assert (torch.relu(y) + y).permute(2, 3, 1, 0).is_contiguous()
     z = reference(y, layer_weight := sparse_weight(4, 4, 3, 3), None, geometry)
@@ -97,6 +105,22 @@ def test_a_nan_spreads_as_far_as_the_kernel(by_images, batch, relu):
     found = layer(x).isnan()
     assert torch.equal(found, reference(x, weight, None, geometry, relu=relu).isnan())
     assert int(found.sum()) == 5 * 9
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("form", [PAIRS, FOURS])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+@pytest.mark.usefixtures("each_level")
+def test_what_is_not_finite_reaches_the_channels_that_use_it_alone(by_images, form, sparsity):
+    geometry, weight = GEOMETRIES[1], sparse_weight(19, 20, 3, 3, sparsity=sparsity)
+    x = torch.randn(17, 20, 5, 6)
+    x[3, 0, 0, 0] = x[5, 7, 2, 2] = x[16, 19, 4, 5] = float("inf")
+    layer = SparseConv2d(weight, None, geometry, by_images=by_images)
+    layer.packed = (
+        pack_images(weight, geometry, form=form) if by_images else pack_linear(weight, form=form)
+    )
+    used = reference((~x.isfinite()).float(), (weight != 0).float(), None, geometry)
+    assert torch.equal(~layer(x).isfinite(), used > 0)
 
 
 @pytest.mark.parametrize("by_images", [False, True])

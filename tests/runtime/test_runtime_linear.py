@@ -109,6 +109,57 @@ def test_a_nan_stays_in_its_token(activation):
         assert found[torch.arange(19) != 5].isfinite().all()
 
 
+def reached(x, weight):
+    """Where a row uses an input that is not finite."""
+    return ((~x.isfinite()).double() @ (weight != 0).double().t()) > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.usefixtures("each_level")
+def test_what_is_not_finite_reaches_the_rows_that_use_it_alone(form, bad):
+    for rows, inner, sparsity in ((37, 200, 0.5), (22, 129, 0.8), (3, 5, 0.6), (400, 128, 0.9)):
+        weight = sparse_weight(rows, inner, sparsity=sparsity)
+        weight[rows // 2] = 0  # nothing but what fills up
+        x = torch.randn(inner + 1, inner)
+        x.diagonal().fill_(bad)  # in each token another column, in the last one none
+        found = sparse_linear(x, weight, torch.randn(rows), form=form)
+        assert torch.equal(~found.isfinite(), reached(x, weight))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 300), st.floats(0, 1), st.booleans(), st.data())
+def test_any_columns_that_are_not_finite(rows, inner, sparsity, pairs, data):
+    weight, x = sparse_weight(rows, inner, sparsity=sparsity), torch.randn(3, inner)
+    for column in data.draw(st.lists(st.integers(0, inner - 1), min_size=1, max_size=5)):
+        x[1, column] = data.draw(st.sampled_from([NAN, INF]))
+    found = sparse_linear(x, weight, form=PAIRS if pairs else FOURS)
+    assert torch.equal(~found.isfinite(), reached(x, weight))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("each_level")
+def test_what_is_not_finite_between_two_layers(form):
+    one, two, x = sparse_weight(300, 7), sparse_weight(21, 300), torch.randn(5, 7)
+    first, second = pack_linear(one, form=form), pack_linear(two, form=form)
+    for column in (
+        0,
+        1,
+        127,
+        128,
+        129,
+        255,
+        256,
+        299,
+    ):  # at the borders of the blocks of the second
+        bias = torch.randn(300)
+        bias[column] = INF
+        found = torch.ops.torchcram.sparse_feed_forward(
+            x, first, bias, "none", second, None, None, 21
+        )
+        assert torch.equal(~found.isfinite(), reached(functional.linear(x, one, bias), two))
+
+
 def test_the_residual_is_added_after_the_activation():
     x, weight = torch.randn(2, 35, 20), sparse_weight(18, 20)
     residual = torch.randn(2, 35, 18)

@@ -79,6 +79,16 @@ def test_the_dense_weight_is_still_there():
         assert torch.equal(conv.weight, weight)
 
 
+@pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("kernel", [(1, 1), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("dilation", [(1, 1), (2, 1), (1, 3), (3, 2)])
+def test_the_dense_weight_of_any_dilation(by_images, kernel, dilation):
+    weight = sparse_weight(5, 4, *kernel)
+    geometry = Geometry(kernel, stride=(2, 1), padding=(1, 2), dilation=dilation)
+    conv = SparseConv2d(weight, torch.ones(5), geometry, by_images=by_images)
+    assert torch.equal(conv.weight, weight)
+
+
 def test_conversions_leave_it_alone():
     layer, x = linear(), torch.randn(5, 20)
     expected = layer(x)

@@ -88,14 +88,20 @@ def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_model_that_gets_slower_as_a_whole_stays_dense(monkeypatch, fuse):
     monkeypatch.setattr(layers, "_race", lambda work: {key: -i for i, key in enumerate(work)})
-    monkeypatch.setattr(prepare_module, "is_faster", lambda *_: False)
+    monkeypatch.setattr(
+        prepare_module, "time_models", lambda *_: layers.ModelTimes(dense=1.5, sparse=2.25)
+    )
     model, x = sparse_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), torch.randn(3, 8)
     fast = prepare(model, x, fuse=fuse)
     assert not any(isinstance(m, SparseLinear) for m in fast.modules())
     assert torch.equal(fast(x), model(x))
     (choice,) = runtime.report(fast)
     assert not choice.sparse
-    assert choice.reason.endswith("but the model as a whole is not faster")
+    assert choice.reason.startswith("the sparse kernel alone is ")
+    assert "times as fast as dense on 3x8 (" in choice.reason
+    assert choice.reason.endswith(
+        ", but the model as a whole is not faster with its sparse layers (2.25 ms, dense 1.5 ms)"
+    )
 
 
 @needs_kernels
@@ -109,20 +115,63 @@ def test_a_dense_layer_is_not_measured():
 @needs_kernels
 def test_all_ways_to_run_a_layer_are_measured():
     layer = sparse_model(nn.Sequential(nn.Linear(16, 16)))[0]
-    times = layers._measure(layer, (4, 16))
+    times = layers._measure(layer, layers.LayerInput((4, 16)))
     assert set(times) == {"dense", "sparse"}
     assert all(0 < time < float("inf") for time in times.values())
 
 
+def large(*more):
+    conv, linear = nn.Conv2d(64, 64, 3), nn.Linear(1024, 512)
+    model = nn.Sequential(conv, nn.ReLU(), linear, *more)
+    torchcram.compress_(model, "uniform:0.9")
+    return model
+
+
 @needs_kernels
-def test_without_an_example_sparsity_decides():
-    model = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Linear(20, 20))
-    torchcram.compress_(model[0], "uniform:0.9")
-    torchcram.compress_(model[2], "uniform:0.9")
+def test_without_an_example_size_and_sparsity_decide():
+    dense = nn.Linear(1024, 512)
+    model = large(nn.Conv2d(4, 4, 3), nn.Linear(20, 20))
+    model.append(dense)
     fast = prepare(model)
-    assert [type(m) for m in fast] == [SparseLinear, nn.ReLU, SparseConv2d, nn.Linear]
-    assert [choice.sparse for choice in runtime.report(fast)] == [True, True, False]
+    kinds = [type(module) for module in fast]
+    assert kinds[:3] == [SparseConv2d, nn.ReLU, SparseLinear]
+    assert kinds[3:] == [nn.Conv2d, nn.Linear, nn.Linear]
     assert not fast.training
+    reasons = [choice.reason for choice in runtime.report(fast)]
+    said = ", and nothing was measured without an example"
+    assert reasons == [
+        "at least 80% zeros and 32768 weights; not measured",
+        "at least 90% zeros and 524288 weights; not measured",
+        f"fewer than 32768 weights{said}",
+        f"fewer than 524288 weights{said}",
+        f"fewer than 90% zeros{said}",
+    ]
+
+
+@needs_kernels
+@pytest.mark.parametrize("why", ["grouped", "channels_last"])
+def test_without_an_example_convolutions_that_may_be_slower_stay_dense(why):
+    model = large(nn.Conv2d(64, 64, 3, groups=64)) if why == "grouped" else large()
+    if why == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+    fast = prepare(model)
+    assert [type(module) for module in fast[:3]] == [nn.Conv2d, nn.ReLU, SparseLinear]
+    assert "grouped convolutions or weights in the channels_last format" in (
+        runtime.report(fast)[0].reason
+    )
+
+
+@needs_kernels
+def test_the_report_says_what_was_measured_and_why_a_layer_stayed_dense(monkeypatch):
+    times = iter([{"dense": 4.58, "sparse": 1.0}, {"dense": 10.0, "sparse": 12.5}])
+    monkeypatch.setattr(layers, "_race", lambda _: next(times))
+    model = sparse_model(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    (choice,) = runtime.report(prepare(model, torch.randn(1, 3, 8, 8), fuse=False))
+    assert str(choice) == (
+        "0 (Conv2d, 79.6% zeros): dense, the sparse kernel alone is 4.58 times as fast as dense on "
+        "1x3x8x8 (1 ms, dense 4.58 ms), but the model as a whole is not faster with its sparse "
+        "layers (12.5 ms, dense 10 ms)"
+    )
 
 
 @needs_kernels
@@ -270,7 +319,8 @@ def test_a_residual_that_is_read_again_after_it_was_added_to():
 
 
 @needs_kernels
-def test_the_shortcut_of_torch_stays_where_no_layer_is_sparse():
+def test_the_shortcut_of_torch_stays_where_no_layer_is_sparse(monkeypatch):
+    monkeypatch.setitem(layers.RULES, "Linear", layers.Rule(sparsity=0.5, weights=0))
     dense = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     sparse = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     torchcram.compress_(sparse, "uniform:0.9")

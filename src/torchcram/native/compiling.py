@@ -21,6 +21,8 @@ LIBRARY = HERE / "libtorchcram.so"
 # for every machine alike
 _UNITS = ("api", "check", "checksum", "decode", "expand", "fours", "pack", "parallel")
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+_SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer"]
+_SANITIZE += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
 _LEVELS = {
     "avx512": ["-DTORCHCRAM_AVX512", *_AVX512, "-mprefer-vector-width=512"],
@@ -38,8 +40,14 @@ def compiler() -> list[str] | None:
     return None
 
 
-def build(target: Path = LIBRARY) -> Path:
+def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = False) -> Path:
     """Compiles the kernels into `target` and returns it.
+
+    Args:
+        target: Library to write.
+        sanitize: Whether errors of memory and undefined behaviour end the process with a report
+            (AddressSanitizer and UBSan); LD_PRELOAD has to name libasan, libubsan and libstdc++.
+        faults: Whether tests can make an allocation fail, by `torchcram_fail_allocation`.
 
     Raises:
         RuntimeError: if there is no compiler, or it fails.
@@ -53,20 +61,34 @@ def build(target: Path = LIBRARY) -> Path:
     if x86 and not _takes(found, levels["avx512"]):  # an old one, which still has AVX2
         del levels["avx512"]
         without = ["-DTORCHCRAM_NO_AVX512"]
-    units = [(SOURCES / f"{name}.cpp", name, without) for name in _UNITS]
+    names = (*_UNITS, "faults") if faults else _UNITS
+    units = [(SOURCES / f"{name}.cpp", name, without) for name in names]
     units += [(SOURCES / "kernels.cpp", level, flags) for level, flags in levels.items()]
+    extra = [*(_SANITIZE if sanitize else []), *(["-DTORCHCRAM_FAULTS"] if faults else [])]
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         for source, name, flags in units:
             objects.append(f"{folder}/{name}.o")
-            _run([*found, *_COMMON, *flags, "-c", str(source), "-o", objects[-1]])
+            _run([*found, *_COMMON, *flags, *extra, "-c", str(source), "-o", objects[-1]])
         library = f"{folder}/{target.name}"
-        own = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
-        _run([*found, "-shared", "-pthread", *own, *objects, "-o", library])
+        _run([*found, *_linking(sanitize=sanitize, faults=faults), *objects, "-o", library])
+        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, part)
         part.replace(target)  # whoever has the old one loaded keeps it
     return target
+
+
+def _linking(*, sanitize: bool, faults: bool) -> list[str]:
+    """Returns the arguments that make a shared library of objects."""
+    words = ["-shared", "-pthread"]
+    if sanitize:  # replaces functions of the C++ library, which therefore has to be a shared one
+        words += _SANITIZE
+    elif sys.platform == "linux":
+        words += ["-static-libstdc++", "-static-libgcc"]
+    if faults:  # its calls of `new` go to its own definition
+        words += ["-Wl,-Bsymbolic"]
+    return words
 
 
 def _takes(found: list[str], flags: list[str]) -> bool:

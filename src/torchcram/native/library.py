@@ -7,13 +7,20 @@ import functools
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from torchcram.native.compiling import LIBRARY
+from torchcram.native import compiling
+
+LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or compiling.LIBRARY)
+"""The library that is loaded: TORCHCRAM_LIBRARY names another one than that of the package."""
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_MATRIX = (_POINTER, _LONG)  # a packed one, and its bytes
+_INTERFACE = 2  # as in api.cpp
 _FUNCTIONS = {
+    "interface": (_INT, []),
     "level": (ctypes.c_char_p, []),
     "use_level": (_INT, [_INT]),
     "use_openmp": (None, [_POINTER]),
@@ -27,7 +34,7 @@ _FUNCTIONS = {
     "pack_images": (_LONG, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG]),
     "linear": (
         _INT,
-        [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT],
+        [_POINTER, *[_LONG] * 3, *_MATRIX, *[_POINTER] * 2, _INT, _POINTER, _INT],
     ),
     "has_int8": (_INT, []),
     "linear_int8": (
@@ -36,16 +43,29 @@ _FUNCTIONS = {
     ),
     "feed_forward": (
         _INT,
-        [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2, _INT, *[_POINTER] * 4, _INT],
+        [_POINTER, *[_LONG] * 4, *_MATRIX, _POINTER, _INT, *_MATRIX, *[_POINTER] * 3, _INT],
     ),
     "convolution": (
         _INT,
-        [_POINTER, _POINTER, _LONG, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT],
+        [*[_POINTER] * 2, _LONG, *_MATRIX, _INT, *[_POINTER] * 2, _INT, _POINTER, _INT],
     ),
-    "pad": (None, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
+    "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
     "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
 }
+_NO_MEMORY = -2  # what functions that allocate memory return where there is not enough of it
 LEVELS = ("portable", "avx2", "avx512")
+
+
+_ALLOCATE = (
+    *("pack_linear", "pack_images", "pad", "convolution"),
+    *("linear", "linear_int8", "feed_forward", "attention"),
+)
+
+
+def _raise_memory_error(result: int, function: Any, _: tuple[object, ...]) -> int:  # noqa: ANN401
+    if result == _NO_MEMORY:
+        raise MemoryError(f"{function.__name__} found too little memory to work in")
+    return result
 
 
 class _State:
@@ -71,8 +91,13 @@ def find() -> ctypes.CDLL | None:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(found, f"torchcram_{name}")
             function.restype, function.argtypes = result, arguments
+            if name in _ALLOCATE:
+                function.errcheck = _raise_memory_error
+        if found.torchcram_interface() != _INTERFACE:
+            raise OSError(f"{LIBRARY} was built from other sources")
     except (OSError, AttributeError) as error:  # the latter of a library of another version
-        _state.why = str(error) if LIBRARY.exists() else "they have not been built"
+        missing = f"they have not been built: there is no {LIBRARY}"
+        _state.why = str(error) if LIBRARY.exists() else missing
         return None
     found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
     return found

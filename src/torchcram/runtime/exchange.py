@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torchcram.native.library import has_int8
 from torchcram.runtime.layers import (
     Choice,
+    LayerInput,
     Races,
     by_measure,
     by_rule,
     candidates,
+    may_be_channels_last,
     obstacle,
     sparsity_of,
 )
@@ -25,32 +27,38 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 def exchange_layers_(
     model: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, LayerInput] | None = None,
     *,
     int8: bool = False,
+    innermost: bool = False,
 ) -> list[Choice]:
     """Gives layers sparse kernels where it pays, in place; returns what was done.
 
     Args:
-        model: dense.
-        shapes: of the inputs of the layers that are reached, to measure; None goes by a rule.
-        int8: whether 8 bits are allowed.
+        model: Dense model.
+        inputs: Inputs of the layers that are reached, to time the layers with; None goes by a rule.
+        int8: Whether 8 bits are allowed.
+        innermost: Whether neighbouring layers for panels of images hand each other images
+            innermost, as `torchcram.runtime.fuse.lay_images_innermost_` makes them do.
     """
     int8 = int8 and has_int8()
+    channels_last = may_be_channels_last(model)
     races: Races = {}
     choices = []
     for name, layer in candidates(model).items():
         problem = obstacle(layer)
-        if problem is None and shapes is not None and name not in shapes:
+        if problem is None and inputs is not None and name not in inputs:
             problem = "the example does not reach it"
         if problem is not None:
             choices.append(left(name, layer, problem))
             continue
         new: nn.Module | None
-        if shapes is not None:
-            choice, new = by_measure(name, layer, shapes[name], races=races, int8=int8)
+        if inputs is None:
+            choice, new = by_rule(name, layer, may_be_channels_last=channels_last, int8=int8)
         else:
-            choice, new = by_rule(name, layer, int8=int8)
+            choice, new = by_measure(
+                name, layer, inputs[name], races=races, int8=int8, innermost=innermost
+            )
         if new is not None:
             _replace_everywhere_(model, layer, new)
         choices.append(choice)
@@ -69,15 +77,15 @@ def _replace_everywhere_(model: nn.Module, old: nn.Module, new: nn.Module) -> No
                 module._modules[name] = new
 
 
-def input_shapes(model: nn.Module, example: Inputs) -> dict[str, tuple[int, ...]]:
-    """Runs the example and returns the shapes of what its layers get, by name."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def layer_inputs(model: nn.Module, example: Inputs) -> dict[str, LayerInput]:
+    """Runs the example and returns what the layers of a model receive, by name."""
+    inputs: dict[str, LayerInput] = {}
     handles = []
     for name, layer in candidates(model).items():
 
         def note(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
             if args and isinstance(args[0], Tensor) and args[0].numel():
-                shapes[name] = tuple(args[0].shape)
+                inputs[name] = LayerInput.of(args[0])
 
         handles.append(layer.register_forward_pre_hook(note))
     try:
@@ -85,7 +93,7 @@ def input_shapes(model: nn.Module, example: Inputs) -> dict[str, tuple[int, ...]
     finally:
         for handle in handles:
             handle.remove()
-    return shapes
+    return inputs
 
 
 def call(model: nn.Module, example: Inputs) -> object:

@@ -14,6 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from torchcram.runtime.int8 import SparseLinearInt8
 from torchcram.runtime.modules import SparseConv2d, SparseLinear
+from torchcram.runtime.ops_conv import images_innermost
 
 _RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
 _ADD: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -103,6 +104,67 @@ def _fuse_convolution_(
     if after is not None and _activation(modules, after) == "relu":
         layer.relu = True
         _merge_(model, after, node)
+
+
+def lay_images_innermost_(model: fx.GraphModule) -> None:
+    """Lets layers for panels of images hand each other images that lie innermost in memory.
+
+    Such a layer returns its outputs as its inputs lie. What comes from another kind of node is laid
+    out for it, and what goes to another kind of node gets the memory format back that it has
+    otherwise, which the nodes know (`torch.fx.passes.shape_prop`).
+    """
+    modules = dict(model.named_modules())
+    inner: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        sources = node.all_input_nodes
+        if _by_images(modules, node) or (
+            sources and inner.issuperset(sources) and _keeps_layout(modules, node)
+        ):
+            inner.add(node)
+    # Readers share a copy, unless what they read may be written to in between.
+    written = any(_writes(modules, node) for node in model.graph.nodes)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(model.graph.nodes):
+        inward = _by_images(modules, node)
+        if node in inner and not inward:
+            continue
+        for source in [node.args[0]] if inward else node.all_input_nodes:
+            if not isinstance(source, fx.Node) or (source in inner) == inward:
+                continue
+            if written or source not in copies:
+                with model.graph.inserting_before(node):
+                    copies[source] = _other_layout(model, source, innermost=inward)
+            node.replace_input_with(source, copies[source])
+    _refresh_(model)
+
+
+def _other_layout(model: fx.GraphModule, node: fx.Node, *, innermost: bool) -> fx.Node:
+    if innermost:
+        return model.graph.call_function(images_innermost, (node,))
+    memory_format = getattr(node.meta.get("tensor_meta"), "memory_format", None)
+    options = {"memory_format": memory_format or torch.contiguous_format}
+    return model.graph.call_method("contiguous", (node,), options)
+
+
+def _writes(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    """Returns whether a node may change one of its inputs."""
+    module = _module(modules, node)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
+    in_place = in_place and node.op in ("call_function", "call_method")
+    flags = (getattr(module, "inplace", False), node.kwargs.get("inplace", False))
+    return in_place or any(flags) or "out" in node.kwargs
+
+
+def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    layer = _module(modules, node)
+    return isinstance(layer, SparseConv2d) and layer.by_images
+
+
+def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    """Returns whether the outputs of a node lie in memory as its inputs do, whatever that is."""
+    idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
+    return idle or _is_call(node, _ADD) or _activation(modules, node) is not None
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

@@ -42,6 +42,7 @@ class SparseLinearInt8(PackedLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
+        self.require_features(x)
         y: Tensor = torch.ops.torchcram.sparse_linear_int8(
             x,
             self.packed,
@@ -53,6 +54,20 @@ class SparseLinearInt8(PackedLayer):
             self.activation,
         )
         return y
+
+    def require_features(self, x: Tensor) -> None:
+        """Makes sure that inputs are those of the layer.
+
+        The packed matrix has its columns by fours, and takes up to three too many for zeros.
+
+        Raises:
+            ValueError: if they have another number of features.
+        """
+        if x.dim() and x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"the packed matrix does not map {x.shape[-1]} features to {self.out_features}, "
+                f"but {self.in_features}"
+            )
 
     @property
     def weight(self) -> Tensor:
@@ -92,6 +107,7 @@ class SparseFeedForwardInt8(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
         one, two = self.first, self.second
+        one.require_features(x)
         y: Tensor = torch.ops.torchcram.sparse_feed_forward_int8(
             x,
             one.packed,

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime import ops, ops_conv  # noqa: F401  what is registered there is used
-from torchcram.runtime.packing import Geometry, check_packed, pack_images, pack_linear
+from torchcram.runtime import ops, ops_conv
+from torchcram.runtime.packing import (
+    Geometry,
+    check_packed,
+    owned,
+    pack_images,
+    pack_linear,
+)
 
 __all__ = ["PackedLayer", "SparseConv2d", "SparseFeedForward", "SparseLinear"]
 
@@ -21,7 +27,7 @@ class PackedLayer(nn.Module):
 
     def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.register_buffer("packed", packed)
+        self.register_buffer("packed", owned(packed))
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
         self.eval()
 
@@ -32,6 +38,11 @@ class PackedLayer(nn.Module):
             if new.shape != self.packed.shape:  # another mask, another size
                 self.packed = torch.empty_like(new, device="cpu")
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.packed = owned(self.packed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.packed = owned(self.packed)  # a copy or a pickle may have been made in inference mode
 
     def _apply(self, *_: object, **__: object) -> nn.Module:
         """Leaves the layer as it is: there are kernels for float32 on the CPU alone."""
@@ -66,10 +77,7 @@ class SparseLinear(PackedLayer):
     @property
     def weight(self) -> Tensor:
         """The dense weight, unpacked anew each time."""
-        columns: Tensor = torch.ops.torchcram.sparse_linear(
-            torch.eye(self.in_features), self.packed, None, None, self.out_features, "none"
-        )
-        return columns.t().contiguous()
+        return ops.unpack_linear(self.packed, self.in_features, self.out_features)
 
     def extra_repr(self) -> str:
         """Returns what distinguishes it from other layers."""
@@ -78,6 +86,9 @@ class SparseLinear(PackedLayer):
 
 class SparseConv2d(PackedLayer):
     """y = relu(conv(x, W) + b + residual), W packed; relu and residual where there are any.
+
+    Outputs have the memory format that those of `torch.nn.Conv2d` have: channels_last where the
+    inputs or the weight are.
 
     Args:
         weight: (outputs, inputs, rows, columns), with zeros.
@@ -100,6 +111,7 @@ class SparseConv2d(PackedLayer):
         super().__init__(pack_images(weight, geometry) if by_images else pack_linear(weight), bias)
         self.out_channels, self.in_channels = weight.shape[:2]
         self.geometry, self.by_images, self.relu = geometry, by_images, relu
+        self.channels_last = ops_conv.is_channels_last(weight)
         pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
         self._numbers = [number for pair in pairs for number in pair]
 
@@ -116,25 +128,17 @@ class SparseConv2d(PackedLayer):
             self._numbers,
             self.by_images,
             self.relu,
+            self.channels_last,
         )
         return y
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, unpacked anew each time."""
-        (rows, columns), (down, right) = self.geometry.kernel, self.geometry.dilation
-        size = (self.in_channels, down * (rows - 1) + 1, right * (columns - 1) + 1)
-        # One image per weight of a kernel, with a one where it is.
-        images = torch.zeros(self.in_channels * rows * columns, *size)
-        ones = images[:, :, ::down, ::right].flatten(1)
-        images[:, :, ::down, ::right] = ones.fill_diagonal_(1).view(
-            -1, self.in_channels, rows, columns
+        return ops_conv.unpack_conv2d(
+            *(self.packed, self.in_channels, self.out_channels, self._numbers),
+            by_images=self.by_images,
         )
-        unpadded = [*self._numbers[:4], 0, 0, *self._numbers[6:]]
-        found: Tensor = torch.ops.torchcram.sparse_conv2d(
-            images, self.packed, None, None, self.out_channels, unpadded, self.by_images, False
-        )
-        return found.flatten(1).t().reshape(-1, self.in_channels, rows, columns).contiguous()
 
     def extra_repr(self) -> str:
         """Returns what distinguishes it from other layers."""
@@ -172,5 +176,6 @@ class SparseFeedForward(nn.Module):
             self.second.bias,
             residual,
             self.second.out_features,
+            self.first.out_features,
         )
         return y

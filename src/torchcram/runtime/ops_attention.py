@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcram.native.library import kernels
-from torchcram.runtime.ops import operators, require_floats
+from torchcram.runtime.ops import operators, register, require_floats
 
 operators.define(
     "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor"
@@ -15,14 +15,7 @@ operators.define(
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
-    for each in (query, key, value):
-        require_floats(each)
-    shapes = [tuple(each.shape) for each in (query, key, value)]
-    if shapes != shapes[:1] * 3 or query.dim() != 3 or heads < 1 or query.shape[2] % heads:
-        raise ValueError(
-            f"query, key and value are of shapes {shapes} for {heads} heads, not all of one shape "
-            "(sequences, tokens, features) with as many features for each head"
-        )
+    _require_one_shape(query, key, value, heads)
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     batch, tokens, features = query.shape
     y = torch.empty_like(query)
@@ -42,5 +35,24 @@ def _attention_shape(
     return query.new_empty(query.shape)
 
 
-operators.impl("attention", _attention, "CPU")
-torch.library.register_fake("torchcram::attention", _attention_shape, lib=operators)
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
+    _require_one_shape(query, key, value, heads)
+    size = heads, query.shape[2] // heads
+    q, k, v = (each.unflatten(2, size).transpose(1, 2) for each in (query, key, value))
+    weights = functional.softmax(q @ k.transpose(2, 3) * scale, dim=3)
+    y: Tensor = weights @ v
+    return y.transpose(1, 2).flatten(2)
+
+
+def _require_one_shape(query: Tensor, key: Tensor, value: Tensor, heads: int) -> None:
+    for each in (query, key, value):
+        require_floats(each)
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    if shapes != shapes[:1] * 3 or query.dim() != 3 or heads < 1 or query.shape[2] % heads:
+        raise ValueError(
+            f"query, key and value are of shapes {shapes} for {heads} heads, not all of one shape "
+            "(sequences, tokens, features) with as many features for each head"
+        )
+
+
+register("attention", _attention, shape=_attention_shape, dense=_dense_attention)

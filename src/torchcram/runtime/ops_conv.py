@@ -1,7 +1,8 @@
 """Sparse convolutions as an operator of torch, `torch.ops.torchcram.sparse_conv2d`.
 
-`by_images` puts images innermost: in memory, inputs and outputs are [row][column][channel][image],
-which elementwise operators leave as it is.
+The kernels read and write [image][channel][row][column], or, `by_images`,
+[row][column][channel][image]: images innermost. Outputs lie in memory as the inputs do, whichever
+of these it is, and in the channels_last format where those of a dense convolution would.
 """
 
 from __future__ import annotations
@@ -11,20 +12,29 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchcram.native.library import kernels
-from torchcram.runtime.ops import as_large_as, operators, pointer, require_floats, require_rows
-from torchcram.runtime.packing import Geometry, described, rows_of
+from torchcram.runtime.ops import (
+    as_large_as,
+    operators,
+    pointer,
+    register,
+    require_floats,
+    require_rows,
+)
+from torchcram.runtime.packing import Geometry, check_packed, described, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_INNERMOST = (2, 3, 1, 0)  # [row][column][channel][image] of (image, channel, row, column)
-_BACK = (3, 2, 0, 1)
+# Dimensions of (image, channel, row, column), from the outermost to the innermost in memory.
+_CONTIGUOUS, _CHANNELS_LAST, _INNERMOST = (0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)
+_BACK = (3, 2, 0, 1)  # undoes _INNERMOST
 
 operators.define(
     "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
-    "int[] geometry, bool by_images, bool relu) -> Tensor"
+    "int[] geometry, bool by_images, bool relu, bool channels_last=False) -> Tensor"
 )
 
 
@@ -37,27 +47,26 @@ def _sparse_conv2d(
     geometry: Sequence[int],
     by_images: bool,
     relu: bool,
+    channels_last: bool = False,
 ) -> Tensor:
-    require_floats(x)
-    require_rows("bias", bias, rows_of(packed))
+    rows = rows_of(packed)
+    require_rows("bias", bias, rows)
     shape = _geometry(geometry)
-    if x.dim() != 4:
-        raise ValueError(f"x is of shape {tuple(x.shape)}, not (images, channels, rows, columns)")
+    _require_images(x, shape)
     batch, channels, height, width = x.shape
-    if min(shape.output(height, width)) < 1:
-        raise ValueError(f"the kernel does not fit images of {height} x {width}: {shape}")
-    y = _empty_output(x, shape, features, by_images)
+    layout = _output_layout(x, by_images=by_images, channels_last=channels_last)
+    y = _empty_output(x, shape, features, _INNERMOST if by_images else _CONTIGUOUS)
     residual = _laid_out(residual, y, by_images)
-    padded = height, width
     if by_images:
-        x = x.permute(_INNERMOST).contiguous()
+        planes, padded = x.permute(_INNERMOST).contiguous(), (height, width)
     else:
-        x, padded = _padded(x, shape)
-    good = y.numel() == 0 or kernels().torchcram_convolution(
-        x.data_ptr(),
+        planes, padded = _padded(x, shape)
+    good = rows == features and kernels().torchcram_convolution(
+        planes.data_ptr(),
         described(shape, batch, channels, (height, width), padded),
         features,
         packed.data_ptr(),
+        packed.numel(),
         by_images,
         pointer(bias),
         pointer(residual),
@@ -66,8 +75,11 @@ def _sparse_conv2d(
         torch.get_num_threads(),
     )
     if not good:
+        check_packed(packed)  # changed, and torch was not told
         raise ValueError(f"the packed matrix is no {shape} from {channels} channels to {features}")
-    return y
+    if layout == (_INNERMOST if by_images else _CONTIGUOUS):
+        return y
+    return _empty_output(x, shape, features, layout).copy_(y)
 
 
 def _sparse_conv2d_shape(
@@ -79,8 +91,93 @@ def _sparse_conv2d_shape(
     geometry: Sequence[int],
     by_images: bool,
     _relu: bool,
+    channels_last: bool = False,
 ) -> Tensor:
-    return _empty_output(x, _geometry(geometry), features, by_images)
+    layout = _output_layout(x, by_images=by_images, channels_last=channels_last)
+    return _empty_output(x, _geometry(geometry), features, layout)
+
+
+def _dense_conv2d(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    features: int,
+    geometry: Sequence[int],
+    by_images: bool,
+    relu: bool,
+    channels_last: bool = False,
+) -> Tensor:
+    shape = _geometry(geometry)
+    _require_images(x, shape)
+    weight = unpack_conv2d(packed, x.shape[1], features, geometry, by_images=by_images)
+    if channels_last:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    y = functional.conv2d(x, weight, bias, shape.stride, shape.padding, shape.dilation)
+    y = y if residual is None else y + as_large_as(y, residual)
+    return functional.relu(y) if relu else y
+
+
+def unpack_conv2d(
+    packed: Tensor, channels: int, features: int, geometry: Sequence[int], *, by_images: bool
+) -> Tensor:
+    """Returns the dense weight (features, channels, rows, columns) of a packed convolution.
+
+    Args:
+        packed: Packed matrix of the convolution.
+        channels: Number of input channels.
+        features: Number of output channels.
+        geometry: Kernel, stride, padding and dilation, (rows, columns) of each.
+        by_images: Whether it was packed for panels of images.
+
+    Raises:
+        ValueError: if the packed matrix is one of another shape.
+    """
+    shape = _geometry(geometry)
+    (rows, columns), (down, right) = shape.kernel, shape.dilation
+    count = channels * rows * columns
+    # One image per weight of a kernel, as large as the kernel reaches, with a one at that weight.
+    images = torch.zeros(
+        (count, channels, down * (rows - 1) + 1, right * (columns - 1) + 1), device=packed.device
+    )
+    ones = torch.eye(count, device=packed.device).view(count, channels, rows, columns)
+    images[:, :, ::down, ::right] = ones
+    unpadded = [*geometry[:4], 0, 0, *geometry[6:]]
+    columns_of_weight: Tensor = torch.ops.torchcram.sparse_conv2d(
+        images, packed, None, None, features, unpadded, by_images, False
+    )
+    return columns_of_weight.flatten(1).t().reshape(features, channels, rows, columns).contiguous()
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Returns whether torch takes a tensor of four dimensions for one in the channels_last format.
+
+    It goes by strides, as the convolutions of torch do: with one channel, or images of one pixel,
+    the same memory may be said to be in either format.
+    """
+    sizes, strides = x.shape, x.stride()
+    least = 0
+    for dimension in (1, 3, 2, 0):
+        if sizes[dimension] == 0 or strides[dimension] == 0 or strides[dimension] < least:
+            return False
+        if dimension == 0 and least == strides[1]:
+            return False
+        least = strides[dimension] * max(sizes[dimension], 1)
+    return True
+
+
+def images_innermost(x: Tensor) -> Tensor:
+    """Returns images (images, channels, rows, columns) as the kernels by images lay them out."""
+    return x.permute(_INNERMOST).contiguous().permute(_BACK)
+
+
+def _require_images(x: Tensor, shape: Geometry) -> None:
+    require_floats(x)
+    if x.dim() != 4:
+        raise ValueError(f"x is of shape {tuple(x.shape)}, not (images, channels, rows, columns)")
+    height, width = x.shape[2:]
+    if min(shape.output(height, width)) < 1:
+        raise ValueError(f"the kernel does not fit images of {height} x {width}: {shape}")
 
 
 def _geometry(numbers: Sequence[int]) -> Geometry:
@@ -95,12 +192,19 @@ def _geometry_of(numbers: tuple[int, ...]) -> Geometry:
     return Geometry(*pairs)
 
 
-def _empty_output(x: Tensor, shape: Geometry, features: int, by_images: bool) -> Tensor:
-    rows, columns = shape.output(x.shape[2], x.shape[3])
-    size = (x.shape[0], features, rows, columns)
-    if not by_images:
-        return x.new_empty(size)
-    return x.new_empty([size[i] for i in _INNERMOST]).permute(_BACK)
+def _output_layout(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[int, ...]:
+    """Returns the dimensions of the output from the outermost to the innermost in memory."""
+    if is_channels_last(x):
+        return _CHANNELS_LAST
+    if by_images and not x.is_contiguous() and x.permute(_INNERMOST).is_contiguous():
+        return _INNERMOST
+    return _CHANNELS_LAST if channels_last and len(x) else _CONTIGUOUS  # as torch has it
+
+
+def _empty_output(x: Tensor, shape: Geometry, features: int, layout: tuple[int, ...]) -> Tensor:
+    size = (x.shape[0], features, *shape.output(x.shape[2], x.shape[3]))
+    back = [layout.index(dimension) for dimension in range(4)]
+    return x.new_empty([size[dimension] for dimension in layout]).permute(back)
 
 
 def _laid_out(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
@@ -127,5 +231,4 @@ def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
     return y, size
 
 
-operators.impl("sparse_conv2d", _sparse_conv2d, "CPU")
-torch.library.register_fake("torchcram::sparse_conv2d", _sparse_conv2d_shape, lib=operators)
+register("sparse_conv2d", _sparse_conv2d, shape=_sparse_conv2d_shape, dense=_dense_conv2d)

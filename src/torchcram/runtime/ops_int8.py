@@ -16,11 +16,14 @@ from torchcram.runtime.ops import (
     activation_number,
     on_tokens,
     operators,
-    output_shape,
     pointer,
+    register,
     require_rows,
 )
 from torchcram.runtime.packing import rows_of
+
+Layer = ctypes.Array[ctypes.c_int64]
+"""A layer as the kernels take it: `Layer8` in packed.h."""
 
 _LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
 operators.define(
@@ -35,19 +38,20 @@ operators.define(
 
 def _layer(
     packed: Tensor, start: Tensor, scales: Tensor, bias: Tensor | None, *, prefix: str = ""
-) -> ctypes.Array[ctypes.c_void_p]:
+) -> Layer:
     rows = rows_of(packed)
     require_rows(f"{prefix}start", start, rows, dtype=torch.int32)
     require_rows(f"{prefix}scales", scales, rows)
     require_rows(f"{prefix}bias", bias, rows)
-    tensors = (packed, start, scales, bias)
-    return (ctypes.c_void_p * 4)(*map(pointer, tensors))
+    numbers = (packed.data_ptr(), packed.numel(), rows, *map(pointer, (start, scales, bias)))
+    return (ctypes.c_int64 * 6)(*(number or 0 for number in numbers))
 
 
 def _run(
     x: Tensor,
-    first: ctypes.Array[ctypes.c_void_p],
-    second: ctypes.Array[ctypes.c_void_p] | None,
+    matrices: tuple[Tensor, ...],
+    first: Layer,
+    second: Layer | None,
     *,
     residual: Tensor | None,
     features: int,
@@ -61,7 +65,8 @@ def _run(
             *(y, torch.get_num_threads()),
         )
 
-    return on_tokens(run, x, residual, features=features)
+    rows = rows_of(matrices[-1])
+    return on_tokens(run, matrices, x, residual, features=features, rows=rows)
 
 
 def _sparse_linear_int8(
@@ -75,7 +80,9 @@ def _sparse_linear_int8(
     activation: str,
 ) -> Tensor:
     layer = _layer(packed, start, scales, bias)
-    return _run(x, layer, None, residual=residual, features=features, activation=activation)
+    return _run(
+        x, (packed,), layer, None, residual=residual, features=features, activation=activation
+    )
 
 
 def _sparse_feed_forward_int8(
@@ -94,12 +101,23 @@ def _sparse_feed_forward_int8(
 ) -> Tensor:
     first = _layer(packed, start, scales, bias)
     second = _layer(then_packed, then_start, then_scales, then_bias, prefix="then_")
-    return _run(x, first, second, residual=residual, features=features, activation=activation)
+    matrices = (packed, then_packed)
+    return _run(
+        x, matrices, first, second, residual=residual, features=features, activation=activation
+    )
 
 
-for _name, _kernel in (
-    ("sparse_linear_int8", _sparse_linear_int8),
-    ("sparse_feed_forward_int8", _sparse_feed_forward_int8),
-):
-    operators.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"torchcram::{_name}", output_shape(-2), lib=operators)
+def _shape(x: Tensor, *rest: int) -> Tensor:
+    features = rest[-2]  # before the activation
+    return x.new_empty((*x.shape[:-1], features))
+
+
+def _no_derivative(*_: object) -> Tensor:
+    raise RuntimeError(
+        "sparse layers in 8 bits have no derivatives, because they round their inputs: run them "
+        "under torch.no_grad(), or prepare the model without int8=True"
+    )
+
+
+register("sparse_linear_int8", _sparse_linear_int8, shape=_shape, dense=_no_derivative)
+register("sparse_feed_forward_int8", _sparse_feed_forward_int8, shape=_shape, dense=_no_derivative)

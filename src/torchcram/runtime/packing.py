@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PAIRS, FOURS = 2, 3
+_FORMER_MAGIC = b"CRAM1\0\0\0"
+_ALIGNMENT = 8  # bytes
 _ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
 _MOST = 2**31 - 1
 _PAIRS_FROM = 0.88  # sparsity: below it, rows share so many columns that fours pay
@@ -124,9 +126,18 @@ def check_packed(packed: Tensor) -> None:
     """
     good = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
     good = good and not packed.is_meta
-    here = packed.cpu() if good else packed
+    here = _aligned(packed.cpu()) if good else packed
     if not good or not kernels().torchcram_check(here.data_ptr(), here.numel()):
-        raise ValueError(f"{packed.numel()} values of {packed.dtype} are no packed sparse matrix")
+        raise ValueError(
+            f"{packed.numel()} values of {packed.dtype} are no packed sparse matrix"
+            f"{_hint(here) if good else ''}"
+        )
+
+
+def _hint(packed: Tensor) -> str:
+    if packed.numel() >= 8 and bytes(packed[:8].tolist()) == _FORMER_MAGIC:
+        return ": an earlier version of torchcram packed it, prepare the model again"
+    return ""
 
 
 class _Known(NamedTuple):
@@ -143,22 +154,48 @@ _known: dict[int, _Known] = {}
 def rows_of(packed: Tensor) -> int:
     """Returns how many rows a packed matrix has, which is checked where it is new or has changed.
 
-    It is known by identity: its memory alone may be that of another one by now. What is written to
-    it behind the back of torch, which counts the changes of a tensor, is not noticed.
+    It is known by identity: its memory alone may be that of another one by now. Torch counts the
+    changes of a tensor, but not those of one made in inference mode, which is therefore checked
+    every time; `owned` makes one of the other kind. What is written behind the back of torch may
+    not be noticed: results are wrong then, but the kernels stay within their memory.
 
     Raises:
-        ValueError: if it is no packed matrix.
+        ValueError: if it is no packed matrix, or the kernels cannot read it where it lies.
     """
-    version = 0 if packed.is_inference() else packed._version
-    state = packed.data_ptr(), packed.numel(), version
+    if packed.data_ptr() % _ALIGNMENT:
+        raise ValueError(
+            f"a packed matrix must lie at a multiple of {_ALIGNMENT} bytes in memory: clone it"
+        )
+    if packed.is_inference():
+        check_packed(packed)
+        return _read_rows(packed)
+    state = packed.data_ptr(), packed.numel(), packed._version
     key = id(packed)
-    found = _known.get(key)
-    if found is not None and found.state == state and found.tensor() is packed:
-        return found.rows
+    known = _known.get(key)
+    if known is not None and known.state == state and known.tensor() is packed:
+        return known.rows
     check_packed(packed)
-    rows = ctypes.c_int64.from_address(packed.data_ptr() + _ROWS_AT).value
+    rows = _read_rows(packed)
     _known[key] = _Known(weakref.ref(packed, lambda _: _known.pop(key, None)), state, rows)
     return rows
+
+
+def owned(packed: Tensor) -> Tensor:
+    """Returns a packed matrix for a layer to keep, which is a copy where it has to be.
+
+    The kernels can read it where it lies, and torch counts its changes, because it was not made in
+    inference mode.
+    """
+    with torch.inference_mode(False):
+        return packed.clone() if packed.is_inference() else _aligned(packed)
+
+
+def _aligned(packed: Tensor) -> Tensor:
+    return packed.clone() if packed.data_ptr() % _ALIGNMENT else packed
+
+
+def _read_rows(packed: Tensor) -> int:
+    return ctypes.c_int64.from_address(packed.data_ptr() + _ROWS_AT).value
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -184,6 +221,7 @@ def _packed(call: Callable[[int | None, int], int]) -> Tensor:
     size = call(None, 0)
     if size < 0:
         raise ValueError("the kernel of this convolution is too large for the sparse kernels")
-    packed = torch.empty(size, dtype=torch.uint8)
+    with torch.inference_mode(False):  # so that torch counts its changes
+        packed = torch.empty(size, dtype=torch.uint8)
     call(packed.data_ptr(), size)
     return packed

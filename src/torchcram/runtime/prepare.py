@@ -15,9 +15,9 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.native.library import available
 from torchcram.runtime.encoders import fuse_encoder_
-from torchcram.runtime.exchange import Inputs, call, exchange_layers_, input_shapes, left
-from torchcram.runtime.fuse import as_graph, fuse_tails_, outputs_close
-from torchcram.runtime.layers import Choice, candidates, is_faster
+from torchcram.runtime.exchange import Inputs, call, exchange_layers_, layer_inputs, left
+from torchcram.runtime.fuse import as_graph, fuse_tails_, lay_images_innermost_, outputs_close
+from torchcram.runtime.layers import Choice, candidates, time_models
 from torchcram.runtime.modules import SparseConv2d
 from torchcram.weights import layer_weights
 
@@ -35,9 +35,10 @@ def prepare(
     """Returns a copy of `model` in eval mode that runs fast on the CPU where its weights are zero.
 
     Linear and Conv2d layers get sparse kernels where it pays. With an example that is measured on
-    the shapes in use, of each layer and then of the model as a whole, which stays dense if it does
-    not get faster; without one a rule decides, by the number of zeros. `report` says what became of
-    each layer. Where the kernels have not been built, all layers stay dense.
+    the shapes and memory formats in use, of each layer and then of the model as a whole, which
+    stays dense if it does not get faster. Without one nothing is measured, and only layers that are
+    large and sparse enough to be faster whatever they receive become sparse. `report` says what
+    became of each layer, and why. Where the kernels have not been built, all layers stay dense.
 
     With an example, a model that `torch.fx` can trace is also fused: batch norms are folded into
     convolutions, and sparse layers do the activation and the addition that follow them. The outputs
@@ -94,28 +95,37 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
             return False
         return outputs_close(expected, found, _CLOSE_INT8 if int8 else _CLOSE)
 
-    def pays(other: nn.Module) -> bool:
-        return is_faster(partial(call, dense, example), partial(call, other, example))
-
     graph = as_graph(copy.deepcopy(dense)) if fuse else None
     fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
-    if fused is not None and agrees(fused, int8=int8) and pays(fused):
+    if fused is not None and agrees(fused, int8=int8) and not _slower(dense, fused, example):
         return fused
-    shapes = input_shapes(dense, example)
+    inputs = layer_inputs(dense, example)
     for eight in (True, False) if int8 else (False,):
         fast = copy.deepcopy(dense)
-        choices = exchange_layers_(fast, shapes, int8=eight)
+        choices = exchange_layers_(fast, inputs, int8=eight)
         if agrees(fast, int8=eight):
             break
     else:
-        return _with_report(dense, [_lost(one, "the outputs are others") for one in choices])
+        why = "the outputs are others"
+        return _with_report(dense, [_lost(choice, why) for choice in choices])
     encoder = copy.deepcopy(fast)
     if fuse and fuse_encoder_(encoder) and agrees(encoder, int8=eight):
         fast = encoder
-    if any(choice.sparse for choice in choices) and not pays(fast):
-        said = "the model as a whole is not faster"
-        return _with_report(dense, [_lost(one, said) for one in choices])
+    slower = any(choice.sparse for choice in choices) and _slower(dense, fast, example)
+    if slower:
+        return _with_report(dense, [_lost(choice, slower) for choice in choices])
     return _with_report(fast, choices)
+
+
+def _slower(dense: nn.Module, sparse: nn.Module, example: Inputs) -> str:
+    """Returns why a model with sparse layers does not pay; nothing where it does."""
+    times = time_models(partial(call, dense, example), partial(call, sparse, example))
+    if times.sparse < times.dense:
+        return ""
+    return (
+        "the model as a whole is not faster with its sparse layers "
+        f"({times.sparse:.3g} ms, dense {times.dense:.3g} ms)"
+    )
 
 
 def report(model: nn.Module) -> tuple[Choice, ...]:
@@ -164,9 +174,11 @@ def _fused(
         part = example[:images] if many else example
     try:
         with redirect_stderr(io.StringIO()):  # where fx tells of errors, too
-            choices = exchange_layers_(graph, input_shapes(graph, part), int8=int8)
+            inputs = layer_inputs(graph, part)
+            choices = exchange_layers_(graph, inputs, int8=int8, innermost=True)
             _tell_shapes_(graph, part)
             fuse_tails_(graph)
+            lay_images_innermost_(graph)
     except Exception:  # noqa: BLE001  a graph that does not run is no loss
         return None
     fast: nn.Module = graph
@@ -177,7 +189,7 @@ def _fused(
 
 
 def _tell_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
-    """Notes the shape of every result in the graph."""
+    """Notes the shape and the memory format of every result in the graph."""
     arguments = example if isinstance(example, tuple) else (example,)
     if isinstance(example, Mapping):
         inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]

@@ -31,6 +31,9 @@ using namespace torchcram;
 
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Goes up with every change of the functions below: another number is of other sources.
+TORCHCRAM_EXPORT int torchcram_interface() { return 2; }
+
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
 // For tests: 2 AVX-512, 1 AVX2, 0 portable; false where the machine does not have it.
@@ -55,15 +58,20 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
 
 TORCHCRAM_EXPORT void torchcram_use_openmp(void* parallel) { use_openmp(parallel); }
 
+// Every function below that allocates memory returns kNoMemory where there is not enough of it.
+
 // The form of a matrix: 2 pairs, 3 fours. Returns how many bytes it takes, and writes them where
-// there is room for them.
+// there is room for them; -1 where it cannot be packed.
 TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows, int64_t inner,
                                                int64_t form, int64_t block, void* out,
                                                int64_t room) {
   if (inner < 1 || block < 1) return -1;
-  std::vector<uint16_t> offsets(inner);
-  for (int64_t k = 0; k < inner; ++k) offsets[k] = uint16_t(k % block * kPanelBytes);
-  return pack(weight, rows, inner, form, offsets.data(), block, block * kPanelBytes, out, room);
+  return without_exceptions([&]() -> int64_t {
+    std::vector<uint16_t> offsets(inner);
+    for (int64_t k = 0; k < inner; ++k) offsets[k] = uint16_t((k % block + 1) * kPanelBytes);
+    return pack(weight, rows, inner, form, offsets.data(), block, (block + 1) * kPanelBytes, out,
+                room);
+  });
 }
 
 // For panels of images; those of pixels are packed as Linear layers are.
@@ -75,14 +83,18 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows
   const int64_t kernel = c.kernel_h * c.kernel_w, slots = c.kernel_h * strip.slots;
   const int64_t most = kPanelMost / (slots * 64);
   const int64_t channels = most > c.channels ? c.channels : most < 1 ? 1 : most;
-  if (channels * slots * 64 > 65536) return -1;
-  std::vector<uint16_t> offsets(c.channels * kernel);
-  for (int64_t k = 0; k < c.channels * kernel; ++k) {
-    const int64_t row = k / kernel % channels * c.kernel_h + k / c.kernel_w % c.kernel_h;
-    offsets[k] = uint16_t((row * strip.slots + strip.slot_of[k % c.kernel_w]) * 64);
-  }
-  return pack(weight, rows, c.channels * kernel, form, offsets.data(), channels * kernel,
-              channels * slots * 64, out, room);
+  const int64_t bytes = kPanelBytes + channels * slots * 64;
+  if (bytes > kPanelRoom) return -1;
+  return without_exceptions([&]() -> int64_t {
+    std::vector<uint16_t> offsets(c.channels * kernel);
+    for (int64_t k = 0; k < c.channels * kernel; ++k) {
+      const int64_t row = k / kernel % channels * c.kernel_h + k / c.kernel_w % c.kernel_h;
+      const int64_t slot = row * strip.slots + strip.slot_of[k % c.kernel_w];
+      offsets[k] = uint16_t(kPanelBytes + slot * 64);
+    }
+    return pack(weight, rows, c.channels * kernel, form, offsets.data(), channels * kernel, bytes,
+                out, room);
+  });
 }
 
 TORCHCRAM_EXPORT int torchcram_check(const void* memory, int64_t bytes) {

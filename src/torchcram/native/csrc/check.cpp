@@ -1,4 +1,8 @@
-// Whether memory holds a packed matrix: the kernels trust what they read.
+// Whether memory holds a packed matrix.
+//
+// The header and the tables are checked at every call: the kernels trust them. The streams are checked
+// once; the kernels stay within their memory whatever is written to them later, behind the back of
+// torch, and the results are wrong then.
 #include <initializer_list>
 
 #include "packed.h"
@@ -14,8 +18,8 @@ bool fits(const Header& h, int64_t bytes) {
   for (int64_t n : {h.rows, h.inner, h.blocks, h.groups, h.group_rows})
     if (n < 1 || n > most) return false;
   if (h.blocks > bytes / 8 || h.groups > bytes / 16 / h.blocks) return false;
-  if (h.group_rows % 16 || (h.groups - 1) * h.group_rows >= h.rows) return false;
-  if (h.groups * h.group_rows < h.rows || h.group_rows > kMostRows) return false;
+  if (h.group_rows % 16 || h.group_rows > kMostRows) return false;
+  if ((h.groups - 1) * h.group_rows >= h.rows || h.groups * h.group_rows < h.rows) return false;
   const int64_t tables =
       int64_t(sizeof(Header)) + (h.blocks + 2) * 8 + (h.blocks * h.groups + 1) * 16;
   return h.columns_at % 2 == 0 && h.values_at % 4 == 0 && tables <= h.columns_at &&
@@ -66,28 +70,50 @@ bool good_fours(Reader r, int64_t rows) {
 
 }  // namespace
 
-bool check(const void* memory, int64_t bytes) {
-  if (bytes < int64_t(sizeof(Header))) return false;
+// Columns of a stream that are no entries: counts and rows.
+static int64_t other_columns(int64_t form, int64_t rows) {
+  return form == kPairs ? (rows + 1) / 2 * 3 : (rows + 3) / 4 * 6;
+}
+
+bool good_tables(const void* memory, int64_t bytes) {
+  if (bytes < int64_t(sizeof(Header)) || reinterpret_cast<uintptr_t>(memory) % alignof(Header))
+    return false;
   const Header& h = *static_cast<const Header*>(memory);
   if (!fits(h, bytes)) return false;
   const Packed packed(memory);
   const int64_t panel_bytes = packed.inner_starts[h.blocks + 1];
   const int64_t columns = (h.values_at - h.columns_at) / 2, values = (bytes - h.values_at) / 4;
-  if (panel_bytes < kPanelBytes || panel_bytes > 65536 || panel_bytes % kAlign) return false;
+  if (panel_bytes < 2 * kPanelBytes || panel_bytes > kPanelRoom || panel_bytes % kAlign) return false;
   if (packed.inner_starts[0] != 0 || packed.inner_starts[h.blocks] != h.inner) return false;
   for (int64_t block = 0; block < h.blocks; ++block) {
-    const int64_t wide = packed.inner_starts[block + 1] - packed.inner_starts[block];
-    if (wide < 1 || wide > 65536) return false;
+    const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
+    if (to <= from || to > h.inner || to - from > 65536) return false;  // from 0 on, they go up
     for (int64_t group = 0; group < h.groups; ++group) {
       const Start* s = packed.starts + block * h.groups + group;
-      if (s->column < 0 || s->value < 0 || s[1].column > columns || s[1].value > values ||
-          s[1].column < s->column || s[1].value < s->value)
-        return false;
-      const Reader r{packed.columns, s->column, s->value, s[1].column, s[1].value, panel_bytes};
+      if (s->column < 0 || s[1].column < s->column || s[1].column > columns) return false;
+      if (s->value < 0 || s[1].value < s->value || s[1].value > values) return false;
+      const int64_t stored = s[1].value - s->value;
+      const int64_t entries =
+          s[1].column - s->column - other_columns(h.form, packed.group_rows(group));
+      // By fours, 16 values may have only 10 columns: what lies behind all columns are the values.
+      if (entries < 0 || (h.form == kPairs && entries != stored)) return false;
+    }
+  }
+  return true;
+}
+
+bool check(const void* memory, int64_t bytes) {
+  if (!good_tables(memory, bytes)) return false;
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  for (int64_t block = 0; block < h.blocks; ++block)
+    for (int64_t group = 0; group < h.groups; ++group) {
+      const Start* s = packed.starts + block * h.groups + group;
+      const Reader r{packed.columns, s->column,  s->value,
+                     s[1].column,    s[1].value, packed.inner_starts[h.blocks + 1]};
       const int64_t rows = packed.group_rows(group);
       if (!(h.form == kPairs ? good_pairs(r, rows) : good_fours(r, rows))) return false;
     }
-  }
   return true;
 }
 

@@ -63,16 +63,18 @@ void pixels(const void* what, int64_t task) {
   const int64_t image = task / job.splits / panels, first = task / job.splits % panels * kPanel;
   const int64_t count = outputs - first < kPanel ? outputs - first : kPanel;
   const int vectors = (count + kLanes - 1) / kLanes;
-  const size_t floats = packed.inner_starts[packed.blocks() + 1] / 4;
-  float* panel = scratch(1, floats);
-  if (count % kLanes) memset(panel, 0, floats * sizeof(float));  // lanes without an output
+  const size_t used = packed.inner_starts[packed.blocks() + 1];
+  float* panel = scratch(1, kPanelFloats);
+  if (count % kLanes) memset(panel, 0, used);  // lanes without an output
+  clear_column(panel);
   const Runs runs(c, first, count);
   const auto take = runs.length == 16  ? take_pixels<16>
                     : runs.length == 8 ? take_pixels<8>
                     : runs.length == 4 ? take_pixels<4>
                                        : take_pixels<1>;
   for (int64_t block = 0; block < packed.blocks(); ++block) {
-    take(job, runs, block, job.input + image * c.channels * c.stride_w * c.height * c.width, panel);
+    take(job, runs, block, job.input + image * c.channels * c.stride_w * c.height * c.width,
+         panel + kPanel);
     multiply(rows, block, panel, vectors, job.bias);
   }
   for (int64_t group = rows.first; group < rows.last; ++group)
@@ -166,13 +168,15 @@ void images(const void* what, int64_t task) {
   const int64_t image = task / job.splits % sets * kImages, row = task / job.splits / sets;
   const int64_t here = c.batch - image < kImages ? c.batch - image : kImages;
   const bool full = here == kImages;
-  const size_t floats = packed.inner_starts[packed.blocks() + 1] / 4;
-  float* panel = scratch(1, floats);
-  if (!full) memset(panel, 0, floats * sizeof(float));
+  const size_t used = packed.inner_starts[packed.blocks() + 1];
+  float* panel = scratch(1, kPanelFloats);
+  if (!full) memset(panel, 0, used);
+  clear_column(panel);
   for (int64_t column = 0; column < c.out_w; column += 4) {
     const int64_t wide = c.out_w - column < 4 ? c.out_w - column : 4;
     for (int64_t block = 0; block < packed.blocks(); ++block) {
-      (full ? take_images<true> : take_images<false>)(job, block, row, column, image, here, panel);
+      (full ? take_images<true> : take_images<false>)(job, block, row, column, image, here,
+                                                      panel + kPanel);
       multiply(rows, block, panel, int(wide * kImages / kLanes), job.bias);
     }
     (full ? give_images<true> : give_images<false>)(job, rows, row, column, wide, image, here);

@@ -161,6 +161,7 @@ extern "C" __attribute__((visibility("default"))) void torchcram_look_up(const u
                                                                          const uint8_t* bytes,
                                                                          int64_t count,
                                                                          uint8_t* out) {
+  if (wide < 1) return;  // nothing to copy, and there may be no memory for it
   if (wide == 1)
     for (int64_t i = 0; i < count; ++i) out[i] = table[bytes[i]];
   else

@@ -32,7 +32,7 @@ struct Row {
 };
 
 struct Shared {
-  int64_t k;  // -1: none, zeros fill the place
+  int64_t k;  // -1: none, the column of zeros fills the slot
   bool used[2];
 };
 
@@ -94,14 +94,23 @@ struct Four {
       if (bits >> row & 1) alone[row].push_back(k);
   }
 
-  // A pair that has nothing in common any more takes a column of the row with more of them.
+  // A pair that has no column left in common takes one of the single columns of either row, but only
+  // one that the other row uses as well, in another step: a factor of zero would pass NaN and
+  // infinities of the input on to a row that does not use that column.
   void fill(int pair) {
     const int a = kPairs[pair][0], b = kPairs[pair][1];
-    const bool second = alone[b].size() > alone[a].size();
-    std::vector<int64_t>& from = alone[second ? b : a];
-    if (from.empty()) return pairs[pair].push_back({-1, {false, false}});
-    pairs[pair].push_back({from.back(), {!second, second}});
-    from.pop_back();
+    const bool second_first = alone[b].size() > alone[a].size();
+    for (const bool second : {second_first, !second_first}) {
+      std::vector<int64_t>& from = alone[second ? b : a];
+      const int64_t other = rows[second ? a : b];
+      for (size_t i = from.size(); i-- > 0;) {
+        if (dense->at(other, from[i]) == 0.0f) continue;
+        pairs[pair].push_back({from[i], {!second, second}});
+        from.erase(from.begin() + i);
+        return;
+      }
+    }
+    pairs[pair].push_back({-1, {false, false}});
   }
 
   void write(int64_t first, Streams& out) const {

@@ -20,7 +20,8 @@ template <int V, bool First>
 void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const int32_t* start) {
   for (int64_t row = 0; row < rows; row += 2) {
     int count = s.column[0];
-    const int64_t i = s.column[1], j = s.column[2];
+    const int64_t i = s.column[1] % kSumsRows, j = s.column[2] % kSumsRows;
+    if (2 * count > s.end - s.value) return;
     Words* a = reinterpret_cast<Words*>(sums + i * kPanel);
     Words* b = reinterpret_cast<Words*>(sums + j * kPanel);
     s.column += 3;
@@ -33,14 +34,15 @@ void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const in
       sum[1][v] = (__m512i)(First ? q : b[v]);
     }
     for (; count > 0; --count, s.column += 2, s.value += 2) {
-      const __m512i* x = reinterpret_cast<const __m512i*>(panel + s.column[0]);
-      const __m512i* y = reinterpret_cast<const __m512i*>(panel + s.column[1]);
+      const char *x = panel + s.column[0], *y = panel + s.column[1];
       const __m512i w = (__m512i)_mm512_set1_ps(s.value[0]);
       const __m512i u = (__m512i)_mm512_set1_ps(s.value[1]);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[0][v] = _mm512_dpbusd_epi32(sum[0][v], x[v], w);
+      for (int v = 0; v < V; ++v)
+        sum[0][v] = _mm512_dpbusd_epi32(sum[0][v], _mm512_loadu_si512(x + 64 * v), w);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[1][v] = _mm512_dpbusd_epi32(sum[1][v], y[v], u);
+      for (int v = 0; v < V; ++v)
+        sum[1][v] = _mm512_dpbusd_epi32(sum[1][v], _mm512_loadu_si512(y + 64 * v), u);
     }
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) a[v] = (Words)sum[0][v], b[v] = (Words)sum[1][v];
@@ -52,8 +54,7 @@ void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vect
                    const int32_t* start) {
   const char* x = reinterpret_cast<const char*>(panel);
   for (int64_t group = rows.first; group < rows.last; ++group) {
-    const Start& at = rows.packed.starts[block * rows.packed.groups() + group];
-    const Stream s{rows.packed.columns + at.column, rows.packed.values + at.value};
+    const Stream s = stream(rows.packed, block, group);
     int32_t* y = reinterpret_cast<int32_t*>(rows.of(group));
     const int64_t count = rows.packed.group_rows(group);
     const int32_t* from = start + rows.packed.first_row(group);
@@ -146,22 +147,24 @@ void linear_int8(const void* what, int64_t task) {
   memset(scales, 0, kPanel * sizeof(float));
   round_tokens(job.input + first * job.inner, job.inner, tokens, reinterpret_cast<uint8_t*>(bytes),
                scales);
-  float* panel = scratch(1, packed.inner_starts[packed.blocks() + 1] / 4);
+  float* panel = scratch(1, kPanelFloats);
+  clear_column(panel);
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t k = packed.inner_starts[block];
-    take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel);
+    take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel + kPanel);
     multiply_int8(rows, block, panel, vectors, job.start);
   }
   scale_sums(rows, job.scales, scales, job.bias);
   if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
   const int64_t middle = packed.header->rows;
   activate(rows.sums, middle * kPanel, job.activation);
-  // and room for whatever its columns may point to
-  float* next_panel = scratch(2, (middle + 3) / 4 * kPanel + 65536 / 4);
+  // The column before a later panel need not be zero: integers times a weight of zero add nothing.
+  float* next_panel = scratch(2, ((middle + 3) / 4 + 1) * kPanel + kPanelFloats) + kPanel;
+  clear_column(next_panel - kPanel);
   round_rows(rows.sums, middle, next_panel, scales);
   const Rows next(*job.then, 0, 1, 4);
   for (int64_t block = 0; block < job.then->blocks(); ++block)
-    multiply_int8(next, block, next_panel + job.then->inner_starts[block] * kPanel, vectors,
+    multiply_int8(next, block, next_panel + (job.then->inner_starts[block] - 1) * kPanel, vectors,
                   job.then_start);
   scale_sums(next, job.then_scales, scales, job.then_bias);
   give_rows(job, next, first, tokens, kNone);

@@ -4,12 +4,14 @@
 #include <cstring>
 #include <initializer_list>
 
-// Whether the blocks of a matrix fit its panel, if each unit of k takes so many bytes there.
+// Whether the blocks of a matrix fit its panel behind the column of zeros, if each unit of k takes so
+// many bytes there.
 static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
     if (from % unit || to % unit) return false;
-    if ((to - from) / unit * bytes > packed.inner_starts[packed.blocks() + 1]) return false;
+    const int64_t needed = kPanelBytes + (to - from) / unit * bytes;
+    if (needed > packed.inner_starts[packed.blocks() + 1]) return false;
   }
   return true;
 }
@@ -22,24 +24,33 @@ static Job begin(const Packed& packed, const float* x, const float* bias, const 
   return job;
 }
 
+// Runs the tasks of a kernel; what a function of the C interface returns then.
+static int run(Task task, const void* job, int64_t count, int threads) {
+  return without_exceptions([&] {
+    parallel(task, job, count, threads);
+    return 1;
+  });
+}
+
 static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
   return tasks >= threads ? 1 : packed.groups();
 }
 
-// The three return whether the matrix is of the shape that is asked for; nothing is done if not.
+// They return whether the matrix is one, and of the shape that is asked for; nothing is done if not.
 TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
-                                      const void* memory, const float* bias, const float* residual,
-                                      int activation, float* y, int threads) {
+                                      const void* memory, int64_t bytes, const float* bias,
+                                      const float* residual, int activation, float* y,
+                                      int threads) {
+  if (!good_tables(memory, bytes)) return 0;
   const Packed packed(memory);
   const Header& h = *packed.header;
-  if (h.magic != kMagic || h.inner != inner || h.rows != rows) return 0;
+  if (h.inner != inner || h.rows != rows) return 0;
   if (!fits(packed, 1, kPanelBytes)) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
   const int64_t splits = parts(panels, threads, packed);
   Job job = begin(packed, x, bias, residual, activation, y);
   job.tokens = tokens, job.splits = splits;
-  parallel(kernels->linear, &job, panels * splits, threads);
-  return 1;
+  return run(kernels->linear, &job, panels * splits, threads);
 }
 
 // Whether there are kernels for 8 bits here.
@@ -57,13 +68,16 @@ TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64
                                            const Layer8* second, const float* residual, float* y,
                                            int threads) {
   if (!torchcram_has_int8()) return 0;
-  const Packed packed(first->packed), then(second ? second->packed : first->packed);
-  const Header &h = *packed.header, &t = *then.header;
-  for (const Header* each : {&h, &t})
-    if (each->magic != kMagic || each->form != kPairs) return 0;
-  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
-  if (h.inner != (inner + 3) / 4 || t.rows != rows) return 0;
-  if (second && t.inner != (h.rows + 3) / 4) return 0;
+  const Layer8* last = second ? second : first;
+  for (const Layer8* layer : {first, last}) {
+    if (!good_tables(layer->packed, layer->bytes)) return 0;
+    const Packed each(layer->packed);
+    if (each.header->rows != layer->rows || each.header->form != kPairs) return 0;
+    if (!fits(each, 1, kPanelBytes)) return 0;
+  }
+  const Packed packed(first->packed), then(last->packed);
+  if (packed.header->inner != (inner + 3) / 4 || last->rows != rows) return 0;
+  if (second && then.header->inner != (first->rows + 3) / 4) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
   const int64_t splits = second ? 1 : parts(panels, threads, packed);
   Job job = begin(packed, x, first->bias, residual, activation, y);
@@ -73,35 +87,35 @@ TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64
     job.then = &then, job.then_bias = second->bias;
     job.then_start = second->start, job.then_scales = second->scales;
   }
-  parallel(kernels->linear_int8, &job, panels * splits, threads);
-  return 1;
+  return run(kernels->linear_int8, &job, panels * splits, threads);
 }
 
 // Two Linear layers, an activation between them.
 TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int64_t inner,
-                                            int64_t rows, const void* first, const float* bias,
-                                            int activation, const void* second,
+                                            int64_t middle, int64_t rows, const void* first,
+                                            int64_t first_bytes, const float* bias, int activation,
+                                            const void* second, int64_t second_bytes,
                                             const float* then_bias, const float* residual, float* y,
                                             int threads) {
+  if (!good_tables(first, first_bytes) || !good_tables(second, second_bytes)) return 0;
   const Packed packed(first), then(second);
   const Header &h = *packed.header, &t = *then.header;
-  if (h.magic != kMagic || t.magic != kMagic) return 0;
-  if (h.inner != inner || t.rows != rows || h.rows != t.inner) return 0;
+  if (h.inner != inner || h.rows != middle || t.inner != middle || t.rows != rows) return 0;
   if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
   Job job = begin(packed, x, bias, residual, activation, y);
   job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
-  parallel(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
-  return 1;
+  return run(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
 }
 
 TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
-                                           const void* memory, int by_images, const float* bias,
-                                           const float* residual, int activation, float* y,
-                                           int threads) {
+                                           const void* memory, int64_t bytes, int by_images,
+                                           const float* bias, const float* residual, int activation,
+                                           float* y, int threads) {
+  if (!good_tables(memory, bytes)) return 0;
   const Packed packed(memory);
   const Header& h = *packed.header;
   const Convolution& c = *shape;
-  if (h.magic != kMagic || h.rows != rows) return 0;
+  if (h.rows != rows) return 0;
   if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
   Strip strip;
   if (by_images && !strip.lay_out(c)) return 0;
@@ -114,8 +128,7 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
   const int64_t splits = parts(tasks, threads, packed);
   Job job = begin(packed, x, bias, residual, activation, y);
   job.splits = splits, job.shape = shape, job.strip = &strip;
-  parallel(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
-  return 1;
+  return run(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
 }
 
 namespace {
@@ -150,12 +163,12 @@ void pad(const void* what, int64_t plane) {
 }  // namespace
 
 // Puts zeros around planes, and sorts columns by their remainders when divided by the stride:
-// [plane][remainder][row][column].
-TORCHCRAM_EXPORT void torchcram_pad(const float* x, int64_t planes, int64_t height, int64_t width,
-                                    int64_t top, int64_t left, int64_t rows, int64_t columns,
-                                    int64_t stride, float* y, int threads) {
+// [plane][remainder][row][column]. Returns 1.
+TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t height, int64_t width,
+                                   int64_t top, int64_t left, int64_t rows, int64_t columns,
+                                   int64_t stride, float* y, int threads) {
   const Padding job{x, height, width, top, left, rows, columns, stride, y};
-  parallel(pad, &job, planes, threads);
+  return run(pad, &job, planes, threads);
 }
 
 // Attention of each sequence of so many tokens to itself; false where there is no kernel for it.
@@ -168,6 +181,5 @@ TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, c
   const int64_t tasks = batch * heads;
   const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
   const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
-  parallel(kernels->attention, &job, tasks * splits, threads);
-  return 1;
+  return run(kernels->attention, &job, tasks * splits, threads);
 }

@@ -69,11 +69,12 @@ void multiply_tokens(const Job& job, const Rows& rows, int64_t first, int64_t to
   const Packed& packed = rows.packed;
   const int64_t inner = packed.header->inner;
   const int vectors = (tokens + kLanes - 1) / kLanes;
-  float* panel = scratch(1, packed.inner_starts[packed.blocks() + 1] / 4);
+  float* panel = scratch(1, kPanelFloats);
+  clear_column(panel);
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t k = packed.inner_starts[block];
     take_tokens(job.input + first * inner + k, inner, tokens, packed.inner_starts[block + 1] - k,
-                panel);
+                panel + kPanel);
     multiply(rows, block, panel, vectors, job.bias);
   }
 }
@@ -94,12 +95,15 @@ void linear(const void* what, int64_t task) {
   const Rows rows(*job.packed, task % job.splits, job.splits, 0);
   multiply_tokens(job, rows, first, tokens);
   if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
-  // The sums of the first layer are the panel of the second.
+  // The sums of the first layer are the panels of the second. The column before a panel, the last one
+  // of the panel before it, is not needed any more and becomes the column of zeros.
   activate(rows.sums, job.packed->header->rows * kPanel, job.activation);
   const Rows next(*job.then, 0, 1, 2);
-  for (int64_t block = 0; block < job.then->blocks(); ++block)
-    multiply(next, block, rows.sums + job.then->inner_starts[block] * kPanel,
-             (tokens + kLanes - 1) / kLanes, job.then_bias);
+  for (int64_t block = 0; block < job.then->blocks(); ++block) {
+    float* panel = rows.sums + (job.then->inner_starts[block] - 1) * kPanel;
+    clear_column(panel);
+    multiply(next, block, panel, (tokens + kLanes - 1) / kLanes, job.then_bias);
+  }
   give_rows(job, next, first, tokens, kNone);
 }
 

@@ -12,11 +12,15 @@ void run(bool pairs, const char* panel, Stream s, float* sums, int64_t rows, con
   if constexpr (V <= kFourVectors) run_fours<V, First>(panel, s, sums, rows, bias);
 }
 
+TORCHCRAM_INLINE Stream stream(const Packed& packed, int64_t block, int64_t group) {
+  const Start* at = packed.starts + block * packed.groups() + group;
+  return {packed.columns + at->column, packed.values + at->value, packed.values + at[1].value};
+}
+
 template <bool First>
 void multiply(const Packed& packed, int64_t block, int64_t group, const char* panel, float* sums,
               int vectors, const float* bias) {
-  const Start& start = packed.starts[block * packed.groups() + group];
-  const Stream s{packed.columns + start.column, packed.values + start.value};
+  const Stream s = stream(packed, block, group);
   const int64_t rows = packed.group_rows(group);
   const bool pairs = packed.header->form == kPairs;
   const int most = pairs ? kPairVectors : kFourVectors;
@@ -40,17 +44,18 @@ struct Rows {
   const Packed& packed;
   Rows(const Packed& p, int64_t part, int64_t parts, int slot)
       : first(p.groups() * part / parts), last(p.groups() * (part + 1) / parts), packed(p) {
-    // Rows that fill up the last pair, four or vector need room as well, and, where the sums are
-    // the panel of another layer, whatever its columns may point to.
-    const int64_t rows = packed.first_row(last) - packed.first_row(first) + 16;
-    sums = scratch(slot, rows * kPanel + 65536 / 4);
+    // Behind the last rows there is room for whatever row a stream may name and, where the sums are
+    // the panel of another layer, for whatever its columns may point to; a column is before them.
+    static_assert(kSumsRows * kPanelBytes >= kPanelRoom + kPanelBytes, "");
+    const int64_t rows = packed.first_row(last) - packed.first_row(first) + kSumsRows;
+    sums = scratch(slot, (rows + 1) * kPanel) + kPanel;
   }
   float* of(int64_t group) const {
     return sums + (packed.first_row(group) - packed.first_row(first)) * kPanel;
   }
 };
 
-// sums += W[rows, block] panel, for the first `vectors` vectors of the panel; the first block
+// sums += W[rows, block] panel, whose first column holds zeros, for the first `vectors` vectors of the panel; the first block
 // starts from the bias.
 void multiply(const Rows& rows, int64_t block, const float* panel, int vectors, const float* bias) {
   const char* x = reinterpret_cast<const char*>(panel);

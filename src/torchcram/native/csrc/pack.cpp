@@ -102,7 +102,8 @@ int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
   memcpy(to + sizeof h, inner_starts.data(), inner_starts.size() * 8);
   memcpy(to + starts_at(h), starts.data(), starts.size() * sizeof(Start));
   memcpy(to + h.columns_at, streams.columns.data(), streams.columns.size() * 2);
-  memcpy(to + h.values_at, streams.values.data(), streams.values.size() * 4);
+  std::copy(streams.values.begin(), streams.values.end(),  // none at all where all weights are zero
+            reinterpret_cast<float*>(to + h.values_at));
   return h.bytes;
 }
 

@@ -7,24 +7,29 @@
 //
 // Two forms of stream:
 //   pairs    two rows at a time, each with its own columns, as many for both (the shorter is
-//            filled with zeros; rows are paired by their counts):
+//            filled up with entries of value zero; rows are paired by their counts):
 //            count, row, row, then (column, column)...
 //   fours    four rows at a time; a column that two of them use is read once for both:
 //            shared, rest, 4 rows, then for each shared step the columns of rows (0, 1), (2, 3),
 //            (0, 2), (1, 3), (0, 3), (1, 2), 0, 1, 2, 3, then for each step of the rest those of
 //            rows 0, 1, 2, 3 (zeros fill up, and rows are grouped so that there are few)
-// A "column" is the offset in bytes of its 64 tokens in the panel.
+// A "column" is the offset in bytes of its 64 tokens in the panel. The column at offset 0 holds zeros:
+// entries that fill up a pair or a four point to it, so that no NaN or infinity of the input reaches
+// a row that does not use it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace torchcram {
 
 constexpr int kPanel = 64;           // tokens
 constexpr int kPanelBytes = 256;     // of one k
 constexpr int kMostRows = 384;       // of a group
-constexpr int64_t kMagic = 0x314d415243;  // "CRAM1"
+constexpr int kSumsRows = 512;       // of the sums of a group: a power of two
+constexpr int64_t kPanelRoom = 65536;  // bytes that columns, numbers of 16 bits, can point to
+constexpr int64_t kMagic = 0x324d415243;  // "CRAM2"
 constexpr int64_t kPanelMost = 28672;  // bytes of a panel of pixels that L1 holds
 constexpr size_t kAlign = 64;
 
@@ -48,7 +53,7 @@ struct Packed {
   const uint16_t* columns;
   const float* values;
 
-  explicit Packed(const void* memory);
+  explicit Packed(const void* memory);  // whose tables have been checked
   int64_t blocks() const { return header->blocks; }
   int64_t groups() const { return header->groups; }
   int64_t first_row(int64_t group) const { return group * header->group_rows; }
@@ -57,6 +62,10 @@ struct Packed {
     return left < header->group_rows ? left : header->group_rows;
   }
 };
+
+// Whether memory of so many bytes has the header and the tables of a packed matrix; what the tables
+// lead to is within it.
+bool good_tables(const void* memory, int64_t bytes);
 
 struct Convolution {
   int64_t batch, channels, height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w,
@@ -93,9 +102,11 @@ struct Job {
   const float *scales = nullptr, *then_scales = nullptr;
 };
 
-// A Linear layer in 8 bits: the packed matrix, what each row starts from, its scale, its bias.
+// A Linear layer in 8 bits: the packed matrix, its bytes and rows, what each row starts from, its
+// scale, its bias.
 struct Layer8 {
   const void* packed;
+  int64_t bytes, rows;
   const int32_t* start;
   const float *scales, *bias;
 };
@@ -118,10 +129,40 @@ struct Kernels {
 
 extern const Kernels kAvx512, kAvx2, kPortable;
 
-// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included.
+// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included. Throws std::bad_alloc
+// where a task did, on whatever thread; some tasks have not been run then.
 void parallel(Task task, const void* job, int64_t count, int threads);
 
-// Memory of this thread, at least `floats` long, aligned, contents undefined.
+// Memory of this thread, at least `floats` long, aligned, contents undefined. Throws std::bad_alloc.
 float* scratch(int slot, size_t floats);
+
+// The column of zeros at the start of a panel.
+static inline void clear_column(float* panel) { memset(panel, 0, kPanelBytes); }
+
+// Floats of a panel, with room for whatever its columns may point to.
+constexpr size_t kPanelFloats = (kPanelRoom + kPanelBytes) / sizeof(float);
+
+// What the functions of the C interface return where memory runs out.
+constexpr int kNoMemory = -2;
+
+// Runs the body of a function of the C interface, which no exception may leave.
+template <class Body>
+auto without_exceptions(Body body) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (...) {  // std::bad_alloc, or std::length_error of a vector that no memory could hold
+    return kNoMemory;
+  }
+}
+
+// Builds with TORCHCRAM_FAULTS count allocations and let one of them fail, for tests; so that there
+// are some to fail, they keep no memory for the next call.
+#if defined(TORCHCRAM_FAULTS)
+constexpr bool kFaults = true;
+void count_allocation();
+#else
+constexpr bool kFaults = false;
+inline void count_allocation() {}
+#endif
 
 }  // namespace torchcram

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include "packed.h"
@@ -22,12 +23,19 @@ struct Work {
   const void* job;
   int64_t count, step;
   std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
 };
 
-void take_part(void* data) {
+// No exception leaves it: the OpenMP runtime and the threads of the pool could not pass one on.
+void take_part(void* data) noexcept {
   Work& work = *static_cast<Work*>(data);
-  for (int64_t first; (first = work.next.fetch_add(work.step)) < work.count;)
-    for (int64_t i = first; i < first + work.step && i < work.count; ++i) work.task(work.job, i);
+  try {
+    for (int64_t first; (first = work.next.fetch_add(work.step)) < work.count;)
+      for (int64_t i = first; i < first + work.step && i < work.count; ++i) work.task(work.job, i);
+  } catch (...) {
+    work.failed = true;
+    work.next = work.count;  // the other threads stop as well
+  }
 }
 
 class Pool {
@@ -38,7 +46,7 @@ class Pool {
     if (!turn) return false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      for (; started_ < threads - 1; ++started_) std::thread([this] { serve(); }).detach();
+      start(threads - 1);
       work_ = &work;
       wanted_ = threads - 1;
     }
@@ -51,6 +59,14 @@ class Pool {
   }
 
  private:
+  // Where a thread cannot be started, those that there are do the work.
+  void start(int threads) {
+    try {
+      for (; started_ < threads; ++started_) std::thread([this] { serve(); }).detach();
+    } catch (...) {
+    }
+  }
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -73,19 +89,14 @@ class Pool {
 
 typedef void (*OpenMP)(void (*)(void*), void*, unsigned, unsigned);
 std::atomic<OpenMP> openmp{nullptr};
-std::atomic<Pool*> pool{nullptr};
 
-void after_fork() {  // threads do not survive a fork; the memory of the old pool is given up
+// The pool is never destroyed: its threads may outlive the other static objects.
+alignas(Pool) char pool_memory[sizeof(Pool)];
+Pool* const pool = new (pool_memory) Pool;
+
+void after_fork() {  // threads do not survive a fork, and locks may be held by them
   openmp = nullptr;
-  pool = new Pool;
-}
-
-Pool& own_pool() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (pool.load() == nullptr) pool = new Pool;
-  });
-  return *pool.load();
+  new (pool_memory) Pool;
 }
 
 struct AtFork {
@@ -103,25 +114,30 @@ struct Memory {
 void use_openmp(void* parallel) { openmp = reinterpret_cast<OpenMP>(parallel); }
 
 void parallel(Task task, const void* job, int64_t count, int threads) {
+  if (count < 1) return;  // an empty batch
   if (threads > count) threads = int(count);
-  const int64_t step = count / (threads * 8);  // neighbours share what they read
-  Work work{task, job, count, step > 1 ? step : 1, {}};
-  if (threads > 1) {
-    if (OpenMP region = openmp.load()) return region(take_part, &work, unsigned(threads), 0);
-    if (own_pool().run(work, threads)) return;
-  }
-  take_part(&work);
+  if (threads < 1) threads = 1;
+  const int64_t step = count / (threads * int64_t(8));  // neighbours share what they read
+  Work work{task, job, count, step > 1 ? step : 1, {}, {}};
+  OpenMP region = openmp.load();
+  if (threads > 1 && region)
+    region(take_part, &work, unsigned(threads), 0);
+  else if (threads == 1 || !pool->run(work, threads))
+    take_part(&work);
+  if (work.failed) throw std::bad_alloc();
 }
 
 float* scratch(int slot, size_t floats) {
   static thread_local Memory memories[5];
   Memory& memory = memories[slot];
-  if (memory.floats < floats) {
+  if (memory.floats < floats || kFaults) {
     free(memory.data);
-    memory.floats = (floats + 1023) / 1024 * 1024;
+    memory.data = nullptr, memory.floats = 0;
+    const size_t room = (floats + 1023) / 1024 * 1024;
     void* data = nullptr;
-    if (posix_memalign(&data, 4096, memory.floats * sizeof(float)) != 0) abort();
-    memory.data = static_cast<float*>(data);
+    count_allocation();
+    if (posix_memalign(&data, 4096, room * sizeof(float)) != 0) throw std::bad_alloc();
+    memory.data = static_cast<float*>(data), memory.floats = room;
   }
   return memory.data;
 }

@@ -10,9 +10,13 @@ namespace {
 constexpr int kFourVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
 constexpr int kPairVectors = 4;
 
+// The streams of a block and a group of rows. Whatever has been written to them since they were
+// checked: counts do not lead beyond their values, rows are among those of the sums, and columns,
+// aligned or not, point into the room of a panel.
 struct Stream {
   const uint16_t* column;
   const float* value;
+  const float* end;
 };
 
 // What a row starts from: its bias in the first block (no bias: null), what there is in the others.
@@ -28,7 +32,8 @@ template <int V, bool First>
 void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
   for (int64_t row = 0; row < rows; row += 2) {
     int count = s.column[0];
-    const int64_t i = s.column[1], j = s.column[2];
+    const int64_t i = s.column[1] % kSumsRows, j = s.column[2] % kSumsRows;
+    if (2 * count > s.end - s.value) return;
     Vector* a = reinterpret_cast<Vector*>(sums + i * kPanel);
     Vector* b = reinterpret_cast<Vector*>(sums + j * kPanel);
     s.column += 3;
@@ -40,8 +45,8 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
       memcpy(&four, s.column, sizeof four);
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i, four >>= 32) {
-        const Vector* x = reinterpret_cast<const Vector*>(panel + uint16_t(four));
-        const Vector* y = reinterpret_cast<const Vector*>(panel + uint16_t(four >> 16));
+        const Anywhere* x = reinterpret_cast<const Anywhere*>(panel + uint16_t(four));
+        const Anywhere* y = reinterpret_cast<const Anywhere*>(panel + uint16_t(four >> 16));
         const float p = s.value[2 * i], q = s.value[2 * i + 1];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
@@ -50,8 +55,8 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
       }
     }
     for (; count > 0; --count, s.column += 2, s.value += 2) {
-      const Vector* x = reinterpret_cast<const Vector*>(panel + s.column[0]);
-      const Vector* y = reinterpret_cast<const Vector*>(panel + s.column[1]);
+      const Anywhere* x = reinterpret_cast<const Anywhere*>(panel + s.column[0]);
+      const Anywhere* y = reinterpret_cast<const Anywhere*>(panel + s.column[1]);
       const float p = s.value[0], q = s.value[1];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
@@ -67,7 +72,7 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
 template <int A, int B, int V>
 TORCHCRAM_INLINE void add_both(const char* panel, uint64_t column, const float* value,
                                Vector (&sum)[4][V]) {
-  const Vector* from = reinterpret_cast<const Vector*>(panel + uint16_t(column));
+  const Anywhere* from = reinterpret_cast<const Anywhere*>(panel + uint16_t(column));
   const float p = value[0], q = value[1];
   Vector x[V];
 #pragma GCC unroll 4
@@ -86,7 +91,7 @@ TORCHCRAM_INLINE void add_each(const char* panel, const uint16_t* columns, const
   memcpy(&four, columns, sizeof four);
 #pragma GCC unroll 4
   for (int row = 0; row < 4; ++row, four >>= 16) {
-    const Vector* from = reinterpret_cast<const Vector*>(panel + uint16_t(four));
+    const Anywhere* from = reinterpret_cast<const Anywhere*>(panel + uint16_t(four));
     const float p = value[row];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) sum[row][v] += from[v] * p;
@@ -97,11 +102,12 @@ template <int V, bool First>
 void run_fours(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
   for (int64_t row = 0; row < rows; row += 4) {
     int shared = s.column[0], rest = s.column[1];
+    if (16 * shared + 4 * rest > s.end - s.value) return;
     Vector sum[4][V];
     Vector* at[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      const int64_t i = s.column[2 + r];
+      const int64_t i = s.column[2 + r] % kSumsRows;
       at[r] = reinterpret_cast<Vector*>(sums + i * kPanel);
       begin(sum[r], at[r], i < rows ? bias : nullptr, i, First);
     }

@@ -1,0 +1,37 @@
+// Allocation failure on demand, for tests: part of builds with TORCHCRAM_FAULTS alone.
+#include <stdlib.h>
+
+#include <atomic>
+#include <new>
+
+#include "packed.h"
+
+namespace {
+std::atomic<int64_t> remaining{0};
+}
+
+void torchcram::count_allocation() {
+  if (remaining.load() > 0 && --remaining == 0) throw std::bad_alloc();
+}
+
+// The library is linked so that its own calls of `new` come here, and no one else's.
+void* operator new(size_t bytes) {
+  torchcram::count_allocation();
+  if (void* memory = malloc(bytes ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+void operator delete(void* memory) noexcept { free(memory); }
+void operator delete(void* memory, size_t) noexcept { free(memory); }
+
+// Makes the n-th allocation from now on fail, none for 0. Returns how many were left before the one
+// that an earlier call chose: 0 where that one has failed, or there was none.
+extern "C" __attribute__((visibility("default"))) int64_t torchcram_fail_allocation(int64_t n) {
+  return remaining.exchange(n);
+}
