@@ -16,6 +16,8 @@ WORDS = (*LEVELS, *INTEGERS, "+", ":", "@", "g", " ", "nm:", "int", "obs", "glob
 
 def make(rng):
     parts = [_part(rng) for _ in range(rng.choice((1, 1, 1, 2, 3, 60)))]
+    if rng.random() < 0.01:
+        parts = parts[:1] * 1000
     text = rng.choice(("+", "+", " + ", "+ ")).join(parts)
     if rng.random() < 0.6:
         text = change_text(rng, text, WORDS)
