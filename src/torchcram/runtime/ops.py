@@ -68,10 +68,14 @@ def register(
 
 def _differentiated(arguments: tuple[object, ...]) -> bool:
     """Returns whether a derivative with respect to one of the arguments may be asked for."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return True
-    return any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
+    forward_mode = forward_ad._current_level >= 0
+    if not forward_mode and not torch.is_grad_enabled():
+        return False
+    return any(
+        each.requires_grad or (forward_mode and forward_ad.unpack_dual(each).tangent is not None)
+        for each in arguments
+        if isinstance(each, Tensor)
+    )
 
 
 def _sparse_linear(
