@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+
 operators = torch.library.Library("torchcram", "FRAGMENT")
 operators.define(
     "sparse_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int features, "
@@ -56,14 +58,16 @@ def register(
     torch.library.register_fake(f"torchcram::{name}", shape, lib=operators)
     overload = getattr(torch.ops.torchcram, name).default
 
-    def differentiable(*arguments: object) -> Tensor:
+    def differentiable(keys: torch._C.DispatchKeySet, *arguments: object) -> Tensor:
         if _differentiated(arguments):
             return dense(*arguments)
+        if (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() == torch._C.DispatchKey.CPU:
+            return kernel(*arguments)  # what the dispatcher would call, which takes longer
         with torch._C._AutoDispatchBelowAutograd():
             y: Tensor = overload(*arguments)
         return y
 
-    operators.impl(name, differentiable, "Autograd")
+    operators.impl(name, differentiable, "Autograd", with_keyset=True)
 
 
 def _differentiated(arguments: tuple[object, ...]) -> bool:
