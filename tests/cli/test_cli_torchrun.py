@@ -151,23 +151,25 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="th
 @needs_proc
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(rank):
-    line = [*LINE, "--epochs", 30]
+    line = [*LINE, "--epochs", 60]
     launcher = torchrun("--max-restarts", 3, "-m", "torchcram", *line)
     try:
+        wait_for_epoch(1, launcher)
+        pid = ranks_of(launcher)[rank]  # takes its time, in which the run goes on
         wait_for_epoch(2, launcher)
-        os.kill(ranks_of(launcher)[rank], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         shown, said = launcher.communicate(timeout=200)
     finally:
         end(launcher)
     assert launcher.returncode == 0, said
     assert shown.count("│ dense ") == 1
     assert shown.splitlines()[-1] == "run: run"
-    begun = [one for one in said.splitlines() if one.startswith("sgd seed 0: 30 epochs")]
+    begun = [one for one in said.splitlines() if one.startswith("sgd seed 0: 60 epochs")]
     assert len(begun) == 2
-    done = int(begun[1].removeprefix("sgd seed 0: 30 epochs, continued after "))
-    assert 2 <= done < 30
+    done = int(begun[1].removeprefix("sgd seed 0: 60 epochs, continued after "))
+    assert 2 <= done < 60
     records = read_log(Path("run"))
-    assert [record.epoch for record in records] == list(range(1, 31))
+    assert [record.epoch for record in records] == list(range(1, 61))
     assert {record.processes for record in records} == {2}
     assert read_result("run/result.json").seeds[0].processes == 2
     assert succeed(*line).stdout == shown

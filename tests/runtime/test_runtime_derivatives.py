@@ -17,7 +17,7 @@ from torchcram.runtime.packing import Geometry
 
 pytestmark = [
     needs_kernels,  # torch warns of a part of itself when forward mode is first used
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is"),
 ]
 
 ACTIVATIONS = {

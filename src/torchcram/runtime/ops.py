@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+
 operators = torch.library.Library("torchcram", "FRAGMENT")
 operators.define(
     "sparse_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int features, "
@@ -56,22 +58,28 @@ def register(
     torch.library.register_fake(f"torchcram::{name}", shape, lib=operators)
     overload = getattr(torch.ops.torchcram, name).default
 
-    def differentiable(*arguments: object) -> Tensor:
+    def differentiable(keys: torch._C.DispatchKeySet, *arguments: object) -> Tensor:
         if _differentiated(arguments):
             return dense(*arguments)
+        if (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() == torch._C.DispatchKey.CPU:
+            return kernel(*arguments)  # what the dispatcher would call, which takes longer
         with torch._C._AutoDispatchBelowAutograd():
             y: Tensor = overload(*arguments)
         return y
 
-    operators.impl(name, differentiable, "Autograd")
+    operators.impl(name, differentiable, "Autograd", with_keyset=True)
 
 
 def _differentiated(arguments: tuple[object, ...]) -> bool:
     """Returns whether a derivative with respect to one of the arguments may be asked for."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return True
-    return any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
+    forward_mode = forward_ad._current_level >= 0
+    if not forward_mode and not torch.is_grad_enabled():
+        return False
+    return any(
+        each.requires_grad or (forward_mode and forward_ad.unpack_dual(each).tangent is not None)
+        for each in arguments
+        if isinstance(each, Tensor)
+    )
 
 
 def _sparse_linear(

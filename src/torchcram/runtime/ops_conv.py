@@ -52,10 +52,10 @@ def _sparse_conv2d(
     rows = rows_of(packed)
     require_rows("bias", bias, rows)
     shape = _geometry(geometry)
-    _require_images(x, shape)
+    size = _output_size(x, shape, features)
     batch, channels, height, width = x.shape
-    layout = _output_layout(x, by_images=by_images, channels_last=channels_last)
-    y = _empty_output(x, shape, features, _INNERMOST if by_images else _CONTIGUOUS)
+    native = _INNERMOST if by_images else _CONTIGUOUS
+    y = _empty(x, size, native)
     residual = _laid_out(residual, y, by_images)
     if by_images:
         planes, padded = x.permute(_INNERMOST).contiguous(), (height, width)
@@ -77,9 +77,8 @@ def _sparse_conv2d(
     if not good:
         check_packed(packed)  # changed, and torch was not told
         raise ValueError(f"the packed matrix is no {shape} from {channels} channels to {features}")
-    if layout == (_INNERMOST if by_images else _CONTIGUOUS):
-        return y
-    return _empty_output(x, shape, features, layout).copy_(y)
+    layout = _output_layout(x, by_images=by_images, channels_last=channels_last)
+    return y if layout == native else _empty(x, size, layout).copy_(y)
 
 
 def _sparse_conv2d_shape(
@@ -94,7 +93,7 @@ def _sparse_conv2d_shape(
     channels_last: bool = False,
 ) -> Tensor:
     layout = _output_layout(x, by_images=by_images, channels_last=channels_last)
-    return _empty_output(x, _geometry(geometry), features, layout)
+    return _empty(x, _output_size(x, _geometry(geometry), features), layout)
 
 
 def _dense_conv2d(
@@ -109,7 +108,7 @@ def _dense_conv2d(
     channels_last: bool = False,
 ) -> Tensor:
     shape = _geometry(geometry)
-    _require_images(x, shape)
+    _output_size(x, shape, features)  # refuses what is no image
     weight = unpack_conv2d(packed, x.shape[1], features, geometry, by_images=by_images)
     if channels_last:
         weight = weight.contiguous(memory_format=torch.channels_last)
@@ -156,6 +155,8 @@ def is_channels_last(x: Tensor) -> bool:
     the same memory may be said to be in either format.
     """
     sizes, strides = x.shape, x.stride()
+    if sizes[1] > 1 and sizes[2] * sizes[3] > 1 and x.is_contiguous():
+        return False  # the rule, which takes longer
     least = 0
     for dimension in (1, 3, 2, 0):
         if sizes[dimension] == 0 or strides[dimension] == 0 or strides[dimension] < least:
@@ -171,13 +172,15 @@ def images_innermost(x: Tensor) -> Tensor:
     return x.permute(_INNERMOST).contiguous().permute(_BACK)
 
 
-def _require_images(x: Tensor, shape: Geometry) -> None:
+def _output_size(x: Tensor, shape: Geometry, features: int) -> tuple[int, ...]:
     require_floats(x)
     if x.dim() != 4:
         raise ValueError(f"x is of shape {tuple(x.shape)}, not (images, channels, rows, columns)")
-    height, width = x.shape[2:]
-    if min(shape.output(height, width)) < 1:
+    images, _, height, width = x.shape
+    rows, columns = shape.output(height, width)
+    if rows < 1 or columns < 1:
         raise ValueError(f"the kernel does not fit images of {height} x {width}: {shape}")
+    return images, features, rows, columns
 
 
 def _geometry(numbers: Sequence[int]) -> Geometry:
@@ -201,8 +204,9 @@ def _output_layout(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[
     return _CHANNELS_LAST if channels_last and len(x) else _CONTIGUOUS  # as torch has it
 
 
-def _empty_output(x: Tensor, shape: Geometry, features: int, layout: tuple[int, ...]) -> Tensor:
-    size = (x.shape[0], features, *shape.output(x.shape[2], x.shape[3]))
+def _empty(x: Tensor, size: tuple[int, ...], layout: tuple[int, ...]) -> Tensor:
+    if layout == _CONTIGUOUS:
+        return x.new_empty(size)
     back = [layout.index(dimension) for dimension in range(4)]
     return x.new_empty([size[dimension] for dimension in layout]).permute(back)
 

@@ -144,7 +144,7 @@ class _Known(NamedTuple):
     """A packed matrix that has been checked: which one, what its state was then, and its rows."""
 
     tensor: weakref.ref[Tensor]
-    state: tuple[int, int, int]
+    state: tuple[int, int, int | None]
     rows: int
 
 
@@ -162,21 +162,20 @@ def rows_of(packed: Tensor) -> int:
     Raises:
         ValueError: if it is no packed matrix, or the kernels cannot read it where it lies.
     """
-    if packed.data_ptr() % _ALIGNMENT:
-        raise ValueError(
-            f"a packed matrix must lie at a multiple of {_ALIGNMENT} bytes in memory: clone it"
-        )
-    if packed.is_inference():
-        check_packed(packed)
-        return _read_rows(packed)
-    state = packed.data_ptr(), packed.numel(), packed._version
-    key = id(packed)
+    version = None if packed.is_inference() else packed._version
+    address, key = packed.data_ptr(), id(packed)
+    state = address, packed.numel(), version
     known = _known.get(key)
     if known is not None and known.state == state and known.tensor() is packed:
         return known.rows
+    if address % _ALIGNMENT:
+        raise ValueError(
+            f"a packed matrix must lie at a multiple of {_ALIGNMENT} bytes in memory: clone it"
+        )
     check_packed(packed)
-    rows = _read_rows(packed)
-    _known[key] = _Known(weakref.ref(packed, lambda _: _known.pop(key, None)), state, rows)
+    rows = ctypes.c_int64.from_address(address + _ROWS_AT).value
+    if version is not None:
+        _known[key] = _Known(weakref.ref(packed, lambda _: _known.pop(key, None)), state, rows)
     return rows
 
 
@@ -192,10 +191,6 @@ def owned(packed: Tensor) -> Tensor:
 
 def _aligned(packed: Tensor) -> Tensor:
     return packed.clone() if packed.data_ptr() % _ALIGNMENT else packed
-
-
-def _read_rows(packed: Tensor) -> int:
-    return ctypes.c_int64.from_address(packed.data_ptr() + _ROWS_AT).value
 
 
 def _matrix(weight: Tensor) -> Tensor:
