@@ -42,7 +42,7 @@ def exchange_layers_(
             innermost, as `torchcram.runtime.fuse.lay_images_innermost_` makes them do.
     """
     int8 = int8 and has_int8()
-    channels_last = may_be_channels_last(model)
+    channels_last = inputs is None and may_be_channels_last(model)
     races: Races = {}
     choices = []
     for name, layer in candidates(model).items():

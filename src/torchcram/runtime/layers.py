@@ -188,8 +188,10 @@ def may_be_channels_last(model: nn.Module) -> bool:
     Weights tell the format, and models with grouped convolutions often permute dimensions
     themselves.
     """
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    return any(layer.groups > 1 or is_channels_last(layer.weight) for layer in convolutions)
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return any(layer.groups > 1 for layer in layers) or any(
+        is_channels_last(layer.weight) for layer in layers if type(layer) is nn.Conv2d
+    )
 
 
 def by_measure(

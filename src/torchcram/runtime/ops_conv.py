@@ -156,7 +156,7 @@ def is_channels_last(x: Tensor) -> bool:
     """
     sizes, strides = x.shape, x.stride()
     if sizes[1] > 1 and sizes[2] * sizes[3] > 1 and x.is_contiguous():
-        return False  # the rule, which takes longer
+        return False  # told faster than below
     least = 0
     for dimension in (1, 3, 2, 0):
         if sizes[dimension] == 0 or strides[dimension] == 0 or strides[dimension] < least:

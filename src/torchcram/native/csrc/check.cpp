@@ -1,8 +1,8 @@
 // Whether memory holds a packed matrix.
 //
-// The header and the tables are checked at every call: the kernels trust them. The streams are checked
-// once; the kernels stay within their memory whatever is written to them later, behind the back of
-// torch, and the results are wrong then.
+// The header and the tables are checked at every call: the kernels trust them. The streams are
+// checked once; the kernels stay within their memory whatever is written to them later, behind the
+// back of torch, and the results are wrong then.
 #include <initializer_list>
 
 #include "packed.h"
@@ -83,7 +83,8 @@ bool good_tables(const void* memory, int64_t bytes) {
   const Packed packed(memory);
   const int64_t panel_bytes = packed.inner_starts[h.blocks + 1];
   const int64_t columns = (h.values_at - h.columns_at) / 2, values = (bytes - h.values_at) / 4;
-  if (panel_bytes < 2 * kPanelBytes || panel_bytes > kPanelRoom || panel_bytes % kAlign) return false;
+  if (panel_bytes < 2 * kPanelBytes || panel_bytes > kPanelRoom) return false;
+  if (panel_bytes % kAlign) return false;
   if (packed.inner_starts[0] != 0 || packed.inner_starts[h.blocks] != h.inner) return false;
   for (int64_t block = 0; block < h.blocks; ++block) {
     const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];

@@ -11,7 +11,10 @@ std::atomic<int64_t> remaining{0};
 }
 
 void torchcram::count_allocation() {
-  if (remaining.load() > 0 && --remaining == 0) throw std::bad_alloc();
+  int64_t left = remaining.load();
+  while (left > 0 && !remaining.compare_exchange_weak(left, left - 1)) {
+  }
+  if (left == 1) throw std::bad_alloc();
 }
 
 // The library is linked so that its own calls of `new` come here, and no one else's.

@@ -94,8 +94,8 @@ struct Four {
       if (bits >> row & 1) alone[row].push_back(k);
   }
 
-  // A pair that has no column left in common takes one of the single columns of either row, but only
-  // one that the other row uses as well, in another step: a factor of zero would pass NaN and
+  // A pair that has no column left in common takes one of the single columns of either row, but
+  // only one that the other row uses as well, in another step: a factor of zero would pass NaN and
   // infinities of the input on to a row that does not use that column.
   void fill(int pair) {
     const int a = kPairs[pair][0], b = kPairs[pair][1];

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <initializer_list>
 
-// Whether the blocks of a matrix fit its panel behind the column of zeros, if each unit of k takes so
-// many bytes there.
+// Whether the blocks of a matrix fit its panel behind the column of zeros, if each unit of k takes
+// so many bytes there.
 static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
@@ -36,7 +36,7 @@ static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
   return tasks >= threads ? 1 : packed.groups();
 }
 
-// They return whether the matrix is one, and of the shape that is asked for; nothing is done if not.
+// They return whether the matrix is one of the shape that is asked for; nothing is done if not.
 TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
                                       const void* memory, int64_t bytes, const float* bias,
                                       const float* residual, int activation, float* y,

@@ -95,8 +95,8 @@ void linear(const void* what, int64_t task) {
   const Rows rows(*job.packed, task % job.splits, job.splits, 0);
   multiply_tokens(job, rows, first, tokens);
   if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
-  // The sums of the first layer are the panels of the second. The column before a panel, the last one
-  // of the panel before it, is not needed any more and becomes the column of zeros.
+  // The sums of the first layer are the panels of the second. The column before a panel, the last
+  // one of the panel before it, is not needed any more and becomes the column of zeros.
   activate(rows.sums, job.packed->header->rows * kPanel, job.activation);
   const Rows next(*job.then, 0, 1, 2);
   for (int64_t block = 0; block < job.then->blocks(); ++block) {

@@ -55,8 +55,8 @@ struct Rows {
   }
 };
 
-// sums += W[rows, block] panel, whose first column holds zeros, for the first `vectors` vectors of the panel; the first block
-// starts from the bias.
+// sums += W[rows, block] panel, for the first `vectors` vectors of the panel, whose first column
+// holds zeros; the first block starts from the bias.
 void multiply(const Rows& rows, int64_t block, const float* panel, int vectors, const float* bias) {
   const char* x = reinterpret_cast<const char*>(panel);
   for (int64_t group = rows.first; group < rows.last; ++group) {

@@ -13,9 +13,9 @@
 //            shared, rest, 4 rows, then for each shared step the columns of rows (0, 1), (2, 3),
 //            (0, 2), (1, 3), (0, 3), (1, 2), 0, 1, 2, 3, then for each step of the rest those of
 //            rows 0, 1, 2, 3 (zeros fill up, and rows are grouped so that there are few)
-// A "column" is the offset in bytes of its 64 tokens in the panel. The column at offset 0 holds zeros:
-// entries that fill up a pair or a four point to it, so that no NaN or infinity of the input reaches
-// a row that does not use it.
+// A "column" is the offset in bytes of its 64 tokens in the panel. The column at offset 0 holds
+// zeros: entries that fill up a pair or a four point to it, so that no NaN or infinity of the input
+// reaches a row that does not use it.
 #pragma once
 
 #include <cstddef>
@@ -129,11 +129,11 @@ struct Kernels {
 
 extern const Kernels kAvx512, kAvx2, kPortable;
 
-// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included. Throws std::bad_alloc
-// where a task did, on whatever thread; some tasks have not been run then.
+// Runs task(job, 0 .. count - 1) on up to `threads` threads, this one included. Throws
+// std::bad_alloc where a task did, on whatever thread; some tasks have not been run then.
 void parallel(Task task, const void* job, int64_t count, int threads);
 
-// Memory of this thread, at least `floats` long, aligned, contents undefined. Throws std::bad_alloc.
+// Memory of this thread, at least `floats` long, aligned, contents undefined; or std::bad_alloc.
 float* scratch(int slot, size_t floats);
 
 // The column of zeros at the start of a panel.

@@ -18,7 +18,7 @@ namespace {
 constexpr int kLanes = TORCHCRAM_LANES;
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef float Anywhere __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));  // at any byte
+typedef float Anywhere __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 TORCHCRAM_INLINE Vector load(const float* from) {
