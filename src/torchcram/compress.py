@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from torchcram.coverage import treat_alike
 from torchcram.operators import Operator, as_operator
@@ -14,8 +15,6 @@ from torchcram.trained import copy_marks, warn_of_untrained
 from torchcram.weights import weights_in
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from torchcram.weights import Masks, Weights
 
 
@@ -51,6 +50,9 @@ def compress(
         raise ValueError("a model sharded by FSDP cannot be copied: compress_() it in place")
     names = weights_in(model, weights).keys()
     twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants one buffer, which a copy does not have
     treat_alike(model, twin)
     copy_marks(model, twin)
     parameters = dict(twin.named_parameters())
