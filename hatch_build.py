@@ -14,7 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path("src") / "torchcram" / "native"
+NATIVE = Path("src") / "torchcram" / "kernels" / "cpu"
 
 
 class KernelsBuildHook(BuildHookInterface):

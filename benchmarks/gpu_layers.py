@@ -23,10 +23,10 @@ from timing import machine
 from torch import Tensor, nn
 
 from torchcram import NM, Operator, Quantize
-from torchcram.runtime.gpu_choice import agree
-from torchcram.runtime.gpu_layers import Int4Linear, Int8Linear, sparse_linear
-from torchcram.runtime.gpu_timing import count_copies, gpu_milliseconds
-from torchcram.runtime.onnx_integers import find_integers
+from torchcram.runtime.gpu.choice import agree
+from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_linear
+from torchcram.runtime.gpu.timing import count_copies, gpu_milliseconds
+from torchcram.runtime.onnx.integers import find_integers
 from torchcram.weights import LayerWeights
 
 SHAPES = {  # outputs, inputs

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchcram.native import compiling
-from torchcram.native.library import LIBRARY
+from torchcram.kernels.cpu import compiling
+from torchcram.kernels.cpu.library import LIBRARY
 
 
 def _stale():

@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchcram._kernels import int8
-from torchcram._kernels.select import REGISTERS, _select_kernel
-from torchcram._kernels.table import CHUNK, WARPS
-from torchcram._kernels.zero import _zero_kernel
+from torchcram.kernels.cuda import int8
+from torchcram.kernels.cuda.select import REGISTERS, _select_kernel
+from torchcram.kernels.cuda.table import CHUNK, WARPS
+from torchcram.kernels.cuda.zero import _zero_kernel
 
 OTHER = {"mask": "*i1", "chunk_count": "i32", "tensor_count": "i32", "segment_count": "i32"}
 OTHER |= {"count": "i32", "outputs": "i32", "inputs": "i32", "values": "*i8", "scale": "*fp32"}

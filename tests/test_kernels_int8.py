@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from torchcram._kernels.int8 import COLUMNS, DEEP, LONG, MANY, ONE, ROWS, multiply_int8
+from torchcram.kernels.cuda.int8 import COLUMNS, DEEP, LONG, MANY, ONE, ROWS, multiply_int8
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

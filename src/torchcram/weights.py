@@ -185,7 +185,7 @@ def cuda_kernels() -> ModuleType | None:
     if not torch.cuda.is_available():
         return None
     try:
-        from torchcram import _kernels
+        from torchcram.kernels import cuda
     except ImportError:  # a build of torch without Triton: everything works, slower
         return None
-    return _kernels
+    return cuda

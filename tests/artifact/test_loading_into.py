@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD
 
 from torchcram import CrAM, artifact, compress, compressible_weights
-from torchcram.runtime.modules import SparseLinear
-from torchcram.runtime.packing import check_packed
+from torchcram.runtime.cpu.modules import SparseLinear
+from torchcram.runtime.cpu.packing import check_packed
 
 
 @pytest.mark.parametrize("operator", [None, "global:0.5", "int8", "nm:2:4"])

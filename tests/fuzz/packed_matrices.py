@@ -6,9 +6,15 @@ import json
 import torch
 
 from fuzz.mutations import NUMBERS, change_bytes
-from torchcram.native.library import find, has_int8
-from torchcram.runtime import ops, ops_conv, ops_int8  # noqa: F401  what is registered there is used
-from torchcram.runtime.packing import Geometry, check_packed, pack_images, pack_int8, pack_linear
+from torchcram.kernels.cpu.library import find, has_int8
+from torchcram.runtime.cpu import ops, ops_conv, ops_int8  # noqa: F401  what is registered there is used
+from torchcram.runtime.cpu.packing import (
+    Geometry,
+    check_packed,
+    pack_images,
+    pack_int8,
+    pack_linear,
+)
 
 GEOMETRY = Geometry((3, 3), (2, 1), (1, 1), (1, 1))
 SHAPES = ((24, 40), (1, 1), (17, 130), (400, 16), (6, 300))

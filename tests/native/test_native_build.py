@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from native_library import needs_kernels
 
-from torchcram.native import compiling, library
+from torchcram.kernels.cpu import compiling, library
 from torchcram.runtime import build as build_module
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_a_wheel_with_kernels_is_for_one_platform(hook, monkeypatch):
     monkeypatch.setattr(runpy, "run_path", lambda _: {"build": lambda: library})
     data = {"artifacts": []}
     hook.initialize("standard", data)
-    assert data["artifacts"] == ["/src/torchcram/native/libtorchcram.so"]
+    assert data["artifacts"] == ["/src/torchcram/kernels/cpu/libtorchcram.so"]
     assert data["tag"].startswith("py3-none-")
     assert data["pure_python"] is False
 
@@ -167,7 +167,9 @@ def test_a_library_that_cannot_be_loaded_says_why(monkeypatch, tmp_path):
 
 
 def test_the_environment_names_another_library(tmp_path):
-    code = "from torchcram.native import library; print(library.LIBRARY); print(library.find())"
+    code = (
+        "from torchcram.kernels.cpu import library; print(library.LIBRARY); print(library.find())"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchcram.native.library import LEVELS, level, use_level
-from torchcram.runtime import layers
+from torchcram.kernels.cpu.library import LEVELS, level, use_level
+from torchcram.runtime.cpu import layers
 
 
 @pytest.fixture(params=LEVELS)

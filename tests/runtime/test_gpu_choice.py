@@ -4,11 +4,11 @@ from nets import ConvNet, mlp
 from torch import nn
 
 from torchcram import NM, Quantize, compress, compressible_weights
-from torchcram.runtime import gpu_choice
-from torchcram.runtime.gpu import count_rows, layers_of, prepare_gpu, why_left
-from torchcram.runtime.gpu_choice import Chooser, agree
-from torchcram.runtime.gpu_timing import count_copies
-from torchcram.runtime.onnx_integers import find_integers
+from torchcram.runtime.gpu import choice as gpu_choice
+from torchcram.runtime.gpu.choice import Chooser, agree
+from torchcram.runtime.gpu.prepare import count_rows, layers_of, prepare_gpu, why_left
+from torchcram.runtime.gpu.timing import count_copies
+from torchcram.runtime.onnx.integers import find_integers
 
 
 def layer_and_integers(*, bits=8):

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from torchcram import NM, Quantize, compressible_weights
-from torchcram.runtime.gpu_layers import Int8Linear, four_bit_codes, scales_and_zeros
-from torchcram.runtime.gpu_rules import (
+from torchcram.runtime.gpu.layers import Int8Linear, four_bit_codes, scales_and_zeros
+from torchcram.runtime.gpu.rules import (
     int4_group,
     int4_tiles,
     is_two_of_four,
@@ -12,7 +12,7 @@ from torchcram.runtime.gpu_rules import (
     why_not_int8,
     why_not_sparse,
 )
-from torchcram.runtime.onnx_integers import find_integers
+from torchcram.runtime.onnx.integers import find_integers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -131,7 +131,7 @@ def test_int8_layers_take_our_kernel_for_few_rows(monkeypatch):
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr("torchcram.runtime.gpu_layers.cuda_kernels", lambda: Kernels)
+    monkeypatch.setattr("torchcram.runtime.gpu.layers.cuda_kernels", lambda: Kernels)
     for shape, few in (((2, 5, 64), True), ((64, 10), True), ((11, 64), False), ((0, 64), True)):
         x = torch.randn(shape).half()
         x = x.t() if shape == (64, 10) else x

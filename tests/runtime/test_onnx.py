@@ -16,7 +16,7 @@ from torchcram import (
     parse_operator,
 )
 from torchcram.experiments.models.small import ResNet
-from torchcram.runtime import onnx as module
+from torchcram.runtime.onnx import export as module
 from torchcram.runtime.onnx import export_onnx
 
 onnx = pytest.importorskip("onnx")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchcram.runtime.fuse import outputs_close
+from torchcram.runtime.cpu.fuse import outputs_close
 
 
 @dataclass

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
-from torchcram.native.library import has_int8
-from torchcram.runtime import packing
-from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
+from torchcram.kernels.cpu.library import has_int8
+from torchcram.runtime.cpu import packing
+from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
 
 pytestmark = needs_kernels
 

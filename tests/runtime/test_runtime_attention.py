@@ -6,10 +6,10 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_model
 from torch.nn import functional
 
-from torchcram.native import library
-from torchcram.runtime import ops_attention  # noqa: F401  registers the operator
-from torchcram.runtime.encoders import SelfAttention
-from torchcram.runtime.prepare import prepare
+from torchcram.kernels.cpu import library
+from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
+from torchcram.runtime.cpu.encoders import SelfAttention
+from torchcram.runtime.cpu.prepare import prepare
 
 pytestmark = needs_kernels
 

@@ -6,9 +6,9 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
-from torchcram.runtime.modules import SparseConv2d
-from torchcram.runtime.ops_conv import images_innermost
-from torchcram.runtime.packing import (
+from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.runtime.cpu.ops_conv import images_innermost
+from torchcram.runtime.cpu.packing import (
     FOURS,
     PAIRS,
     Geometry,

@@ -9,11 +9,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.testing import assert_close
 
-from torchcram.native.library import has_int8
-from torchcram.runtime import ops, ops_attention, ops_conv, prepare  # noqa: F401  registers
-from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import Geometry
+from torchcram.kernels.cpu.library import has_int8
+from torchcram.runtime import prepare
+from torchcram.runtime.cpu import ops, ops_attention, ops_conv  # noqa: F401  registers
+from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = [
     needs_kernels,  # torch warns of a part of itself when forward mode is first used

@@ -8,12 +8,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from torchcram.native.library import has_int8, kernels
-from torchcram.runtime import ops_attention, prepare  # noqa: F401  registers the operator
-from torchcram.runtime.encoders import ResidualNorm, SelfAttention
-from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.layers import geometry_of
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.kernels.cpu.library import has_int8, kernels
+from torchcram.runtime import prepare
+from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
+from torchcram.runtime.cpu.encoders import ResidualNorm, SelfAttention
+from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.layers import geometry_of
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
 
 pytestmark = needs_kernels
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="this machine has no AVX-512 VNNI")

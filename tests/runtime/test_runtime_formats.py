@@ -9,11 +9,12 @@ from sparse_cases import relative_error, sparse_model, sparse_weight
 from torch import nn
 
 from torchcram import runtime
-from torchcram.runtime import layers, prepare
-from torchcram.runtime.layers import LayerInput, geometry_of
-from torchcram.runtime.modules import SparseConv2d
-from torchcram.runtime.ops_conv import images_innermost, is_channels_last
-from torchcram.runtime.packing import Geometry
+from torchcram.runtime import prepare
+from torchcram.runtime.cpu import layers
+from torchcram.runtime.cpu.layers import LayerInput, geometry_of
+from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.runtime.cpu.ops_conv import images_innermost, is_channels_last
+from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = needs_kernels
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchcram.experiments.models.small import BasicBlock
 from torchcram.runtime import prepare
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("sparse_wins")]
 

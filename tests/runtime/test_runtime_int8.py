@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import torchcram
-from torchcram.native import library
+from torchcram.kernels.cpu import library
 from torchcram.runtime import prepare
-from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
 
 pytestmark = [
     needs_kernels,

@@ -8,8 +8,8 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
-from torchcram.runtime.modules import SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import FOURS, PAIRS, check_packed, pack_linear
+from torchcram.runtime.cpu.modules import SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.packing import FOURS, PAIRS, check_packed, pack_linear
 
 pytestmark = needs_kernels
 

@@ -8,11 +8,11 @@ import torch
 from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
-from torchcram.native import compiling, library
-from torchcram.runtime import ops_attention  # noqa: F401  registers the operator
-from torchcram.runtime.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
+from torchcram.kernels.cpu import compiling, library
+from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
+from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
 
 pytestmark = needs_kernels
 
@@ -176,8 +176,8 @@ def test_a_matrix_that_no_memory_holds():
 
 LIMITED = """
 import resource, torch
-from torchcram.runtime.modules import SparseLinear
-from torchcram.native.library import kernels
+from torchcram.runtime.cpu.modules import SparseLinear
+from torchcram.kernels.cpu.library import kernels
 torch.set_num_threads(2)
 layer, x = SparseLinear(torch.eye(16), None), torch.randn(200, 16)
 expected = layer(x)

@@ -9,8 +9,8 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch import nn
 
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import Geometry, pack_linear
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.packing import Geometry, pack_linear
 
 pytestmark = needs_kernels
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
-from torchcram.native.library import kernels
-from torchcram.runtime import ops, ops_conv, ops_int8, packing  # noqa: F401  registers the operators
-from torchcram.runtime.packing import (
+from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu import ops, ops_conv, ops_int8, packing  # noqa: F401  registers the operators
+from torchcram.runtime.cpu.packing import (
     FOURS,
     PAIRS,
     Geometry,

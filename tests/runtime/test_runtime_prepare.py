@@ -11,11 +11,12 @@ from torch import nn
 
 import torchcram
 from torchcram import runtime
-from torchcram.native import library
-from torchcram.runtime import layers, prepare
-from torchcram.runtime.modules import SparseConv2d, SparseLinear
+from torchcram.kernels.cpu import library
+from torchcram.runtime import prepare
+from torchcram.runtime.cpu import layers
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
 
-prepare_module = importlib.import_module("torchcram.runtime.prepare")
+prepare_module = importlib.import_module("torchcram.runtime.cpu.prepare")
 
 
 class Mixed(nn.Module):

@@ -13,10 +13,10 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
-from torchcram.native import library
-from torchcram.runtime.int8 import SparseLinearInt8
-from torchcram.runtime.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.packing import Geometry
+from torchcram.kernels.cpu import library
+from torchcram.runtime.cpu.int8 import SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = needs_kernels
 
@@ -122,7 +122,7 @@ def test_after_a_fork():
 
 FIRST = """
 import os, signal, torch
-from torchcram.runtime.modules import SparseLinear
+from torchcram.runtime.cpu.modules import SparseLinear
 torch.set_num_threads(2)
 torch.relu(torch.randn(4_000_000)).sum()  # the threads of the parent exist by now
 weight = torch.randn(100, 100) * (torch.rand(100, 100) < 0.2)

@@ -20,7 +20,7 @@ from torchcram.artifact.places import (
     require_end,
     require_indices,
 )
-from torchcram.native.expand import decode_
+from torchcram.kernels.cpu.expand import decode_
 
 
 def decode(parts: Mapping[str, Tensor], form: Form, out: Tensor | None = None) -> Tensor:

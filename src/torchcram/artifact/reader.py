@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchcram.artifact.decode import decode, require_decodable, require_parts
 from torchcram.artifact.manifest import Entry, Manifest, digest
-from torchcram.native.checksum import checksum
+from torchcram.kernels.cpu.checksum import checksum
 
 Result = TypeVar("Result")
 MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchcram.native.compiling import LIBRARY, build
+from torchcram.kernels.cpu.compiling import LIBRARY, build
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""Kernels of our own: C++ for the CPU, Triton for CUDA."""

@@ -1,0 +1,168 @@
+"""The compiled kernels: where they are, and how they are called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchcram.kernels.cpu import compiling
+
+LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or compiling.LIBRARY)
+"""The library that is loaded: TORCHCRAM_LIBRARY names another one than that of the package."""
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_MATRIX = (_POINTER, _LONG)  # a packed one, and its bytes
+_INTERFACE = 2  # as in api.cpp
+_FUNCTIONS = {
+    "interface": (_INT, []),
+    "level": (ctypes.c_char_p, []),
+    "use_level": (_INT, [_INT]),
+    "use_openmp": (None, [_POINTER]),
+    "check": (_INT, [_POINTER, _LONG]),
+    "expand": (_LONG, [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER]),
+    "crc32": (ctypes.c_uint32, [_POINTER, _LONG, ctypes.c_uint32]),
+    "count_ones": (_LONG, [_POINTER, _LONG]),
+    "look_up": (None, [_POINTER, _LONG, _POINTER, _LONG, _POINTER]),
+    "decode": (_LONG, [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _LONG, _POINTER]),
+    "pack_linear": (_LONG, [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG]),
+    "pack_images": (_LONG, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG]),
+    "linear": (
+        _INT,
+        [_POINTER, *[_LONG] * 3, *_MATRIX, *[_POINTER] * 2, _INT, _POINTER, _INT],
+    ),
+    "has_int8": (_INT, []),
+    "linear_int8": (
+        _INT,
+        [_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT, *[_POINTER] * 3, _INT],
+    ),
+    "feed_forward": (
+        _INT,
+        [_POINTER, *[_LONG] * 4, *_MATRIX, _POINTER, _INT, *_MATRIX, *[_POINTER] * 3, _INT],
+    ),
+    "convolution": (
+        _INT,
+        [*[_POINTER] * 2, _LONG, *_MATRIX, _INT, *[_POINTER] * 2, _INT, _POINTER, _INT],
+    ),
+    "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
+    "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
+}
+_NO_MEMORY = -2  # what functions that allocate memory return where there is not enough of it
+LEVELS = ("portable", "avx2", "avx512")
+
+
+_ALLOCATE = (
+    *("pack_linear", "pack_images", "pad", "convolution"),
+    *("linear", "linear_int8", "feed_forward", "attention"),
+)
+
+
+def _raise_memory_error(result: int, function: Any, _: tuple[object, ...]) -> int:  # noqa: ANN401
+    if result == _NO_MEMORY:
+        raise MemoryError(f"{function.__name__} found too little memory to work in")
+    return result
+
+
+class _State:
+    """What is known of this process: why there are no kernels, and whether it was forked."""
+
+    why = ""
+    forked = False  # the OpenMP runtime of torch hangs in a child of a process that has used it
+
+    def note_fork(self) -> None:
+        self.forked = True
+
+
+_state = _State()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_state.note_fork)
+
+
+@functools.cache
+def find() -> ctypes.CDLL | None:
+    """Returns the library, or None where it has not been built or cannot be loaded."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(found, f"torchcram_{name}")
+            function.restype, function.argtypes = result, arguments
+            if name in _ALLOCATE:
+                function.errcheck = _raise_memory_error
+        if found.torchcram_interface() != _INTERFACE:
+            raise OSError(f"{LIBRARY} was built from other sources")
+    except (OSError, AttributeError) as error:  # the latter of a library of another version
+        missing = f"they have not been built: there is no {LIBRARY}"
+        _state.why = str(error) if LIBRARY.exists() else missing
+        return None
+    found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
+    return found
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Returns the library, or None, with one warning, where it cannot be used."""
+    found = find()
+    if found is None:
+        warnings.warn(
+            "torchcram.runtime runs dense: its kernels cannot be used here, "
+            f"{_state.why}. "
+            "With a C++ compiler, `python -m torchcram.runtime.build` builds them.",
+            stacklevel=2,
+        )
+    return found
+
+
+def kernels() -> ctypes.CDLL:
+    """Returns the kernels.
+
+    Raises:
+        RuntimeError: if they cannot be used.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError(
+            f"the kernels of torchcram.runtime cannot be used, {_state.why}: run "
+            "`python -m torchcram.runtime.build`"
+        )
+    return found
+
+
+def available() -> bool:
+    """Returns whether the kernels can be used on this machine."""
+    return library() is not None
+
+
+def has_int8() -> bool:
+    """Returns whether there are kernels for 8 bits on this machine, which take AVX-512 VNNI."""
+    found = library()
+    return found is not None and bool(found.torchcram_has_int8())
+
+
+def level() -> str:
+    """Returns the instruction set in use: avx512, avx2 or portable."""
+    name: bytes = kernels().torchcram_level()
+    return name.decode()
+
+
+def use_level(name: str) -> None:
+    """Uses the kernels of another instruction set than the best one of this machine.
+
+    Raises:
+        ValueError: if the machine does not have it.
+    """
+    if name not in LEVELS or not kernels().torchcram_use_level(LEVELS.index(name)):
+        raise ValueError(f"level {name!r} is not one of {LEVELS} that this machine has")
+
+
+def _openmp_of_torch() -> int | None:
+    """Returns GOMP_parallel of the OpenMP runtime that torch has loaded, if it has one."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, _POINTER).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,26 @@
+"""Triton kernels: most treat a whole list of CUDA tensors in one launch.
+
+A model has many weights, most of them small, so one launch per tensor would cost more than the work
+itself. Programs work on chunks, which a table finds for them. Nothing waits for the host: counts,
+thresholds and masks stay on the device.
+
+The key of a value is its bit pattern without the sign; for floating point, larger magnitude means
+larger key, with infinities and NaN on top. Tensors with the same segment number are ranked
+together. The programs of a selection wait for one another between its passes, which a cooperative
+launch makes safe.
+"""
+
+from torchcram.kernels.cuda.int8 import MOST_ROWS, multiply_int8
+from torchcram.kernels.cuda.select import keep_largest
+from torchcram.kernels.cuda.table import KEYS, layout, walk_alike
+from torchcram.kernels.cuda.zero import zero_unmasked_
+
+__all__ = [
+    "KEYS",
+    "MOST_ROWS",
+    "keep_largest",
+    "layout",
+    "multiply_int8",
+    "walk_alike",
+    "zero_unmasked_",
+]

@@ -1,0 +1,259 @@
+"""Models as graphs: batch norm folded into convolutions, ReLU and additions into sparse layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from torchcram.runtime.cpu.int8 import SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
+from torchcram.runtime.cpu.ops_conv import images_innermost
+
+_RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
+_ADD: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+_FUNCTIONS: Mapping[object, str] = {
+    **dict.fromkeys(_RELU, "relu"),
+    functional.gelu: "gelu",
+    functional.silu: "silu",
+}
+
+
+def as_graph(model: nn.Module) -> fx.GraphModule | None:
+    """Returns `model` as a graph with its batch norms folded, or None where it is not traceable."""
+    try:
+        graph = fx.symbolic_trace(model)
+    except Exception:  # noqa: BLE001  tracing runs the model on proxies: anything may be raised
+        return None
+    if any(node.op == "get_attr" and _owner(graph, node) for node in graph.graph.nodes):
+        return None  # the model itself reads the weight of a layer
+    _fold_batchnorm_(graph)
+    return graph
+
+
+def _owner(model: fx.GraphModule, node: fx.Node) -> bool:
+    name = str(node.target).rpartition(".")[0]
+    return isinstance(model.get_submodule(name), (nn.Linear, nn.Conv2d))
+
+
+def _fold_batchnorm_(model: fx.GraphModule) -> None:
+    modules = dict(model.named_modules())
+    uses = _uses(model)
+    for node in list(model.graph.nodes):
+        norm = _module(modules, node)
+        before = node.args[0] if node.args else None
+        conv = _module(modules, before)
+        if not isinstance(norm, nn.BatchNorm2d) or not isinstance(before, fx.Node):
+            continue
+        if not isinstance(conv, nn.Conv2d):
+            continue
+        if norm.training or norm.running_mean is None or len(before.users) > 1:
+            continue
+        if uses[before.target] > 1 or uses[node.target] > 1:
+            continue
+        name = str(before.target)
+        modules[name] = fuse_conv_bn_eval(conv, norm)
+        _replace_(model, name, modules[name])
+        node.replace_all_uses_with(before)
+        model.graph.erase_node(node)
+    _refresh_(model)
+
+
+def fuse_tails_(model: fx.GraphModule) -> None:
+    """Lets sparse layers do what follows them: the addition of a residual, and the activation.
+
+    The nodes know their shapes (`torch.fx.passes.shape_prop`).
+    """
+    modules = dict(model.named_modules())
+    uses = _uses(model)
+    for node in list(model.graph.nodes):
+        layer = _module(modules, node)
+        if uses[node.target] > 1:
+            continue
+        if isinstance(layer, SparseConv2d):
+            _fuse_convolution_(model, modules, node, layer)
+        elif isinstance(layer, (SparseLinear, SparseLinearInt8)):
+            after = _only_user(node)
+            activation = _activation(modules, after)
+            if after is not None and activation is not None and layer.activation == "none":
+                layer.activation = activation
+                _merge_(model, after, node)
+    _refresh_(model)
+
+
+def _fuse_convolution_(
+    model: fx.GraphModule, modules: dict[str, nn.Module], node: fx.Node, layer: SparseConv2d
+) -> None:
+    after = _only_user(node)
+    if after is not None and _is_call(after, _ADD) and len(after.args) == 2 and not after.kwargs:
+        other = after.args[1] if after.args[0] is node else after.args[0]
+        if isinstance(other, fx.Node) and other is not node and _same_shape(node, other):
+            with model.graph.inserting_before(after):
+                new = model.graph.call_module(str(node.target), (node.args[0], other))
+            new.meta = dict(after.meta)
+            after.replace_all_uses_with(new)
+            model.graph.erase_node(after)
+            model.graph.erase_node(node)
+            node, after = new, _only_user(new)
+    if after is not None and _activation(modules, after) == "relu":
+        layer.relu = True
+        _merge_(model, after, node)
+
+
+def lay_images_innermost_(model: fx.GraphModule) -> None:
+    """Lets layers for panels of images hand each other images that lie innermost in memory.
+
+    Such a layer returns its outputs as its inputs lie. What comes from another kind of node is laid
+    out for it, and what goes to another kind of node gets the memory format back that it has
+    otherwise, which the nodes know (`torch.fx.passes.shape_prop`).
+    """
+    modules = dict(model.named_modules())
+    inner: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        sources = node.all_input_nodes
+        if _by_images(modules, node) or (
+            sources and inner.issuperset(sources) and _keeps_layout(modules, node)
+        ):
+            inner.add(node)
+    # Readers share a copy, unless what they read may be written to in between.
+    written = any(_writes(modules, node) for node in model.graph.nodes)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(model.graph.nodes):
+        inward = _by_images(modules, node)
+        if node in inner and not inward:
+            continue
+        for source in [node.args[0]] if inward else node.all_input_nodes:
+            if not isinstance(source, fx.Node) or (source in inner) == inward:
+                continue
+            if written or source not in copies:
+                with model.graph.inserting_before(node):
+                    copies[source] = _other_layout(model, source, innermost=inward)
+            node.replace_input_with(source, copies[source])
+    _refresh_(model)
+
+
+def _other_layout(model: fx.GraphModule, node: fx.Node, *, innermost: bool) -> fx.Node:
+    if innermost:
+        return model.graph.call_function(images_innermost, (node,))
+    memory_format = getattr(node.meta.get("tensor_meta"), "memory_format", None)
+    options = {"memory_format": memory_format or torch.contiguous_format}
+    return model.graph.call_method("contiguous", (node,), options)
+
+
+def _writes(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    """Returns whether a node may change one of its inputs."""
+    module = _module(modules, node)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
+    in_place = in_place and node.op in ("call_function", "call_method")
+    flags = (getattr(module, "inplace", False), node.kwargs.get("inplace", False))
+    return in_place or any(flags) or "out" in node.kwargs
+
+
+def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    layer = _module(modules, node)
+    return isinstance(layer, SparseConv2d) and layer.by_images
+
+
+def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+    """Returns whether the outputs of a node lie in memory as its inputs do, whatever that is."""
+    idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
+    return idle or _is_call(node, _ADD) or _activation(modules, node) is not None
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    shapes = [getattr(node.meta.get("tensor_meta"), "shape", None) for node in (a, b)]
+    return shapes[0] is not None and shapes[0] == shapes[1]
+
+
+def _merge_(model: fx.GraphModule, after: fx.Node, node: fx.Node) -> None:
+    after.replace_all_uses_with(node)
+    model.graph.erase_node(after)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_call(node: fx.Node, targets: tuple[object, ...]) -> bool:
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def _activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
+    """Returns the name of the activation that a node is, if it is one."""
+    if node is None:
+        return None
+    module = _module(modules, node)
+    if isinstance(module, nn.GELU) or node.target is functional.gelu:
+        approximate = getattr(module, "approximate", node.kwargs.get("approximate", "none"))
+        return "gelu" if approximate == "none" else "gelu_tanh"
+    if isinstance(module, nn.ReLU):
+        return "relu"
+    if isinstance(module, nn.SiLU):
+        return "silu"
+    if node.op in ("call_function", "call_method"):
+        return _FUNCTIONS.get(node.target)
+    return None
+
+
+def _module(modules: dict[str, nn.Module], node: object) -> nn.Module | None:
+    if isinstance(node, fx.Node) and node.op == "call_module":
+        return modules.get(str(node.target))
+    return None
+
+
+def _uses(model: fx.GraphModule) -> Counter[object]:
+    return Counter(node.target for node in model.graph.nodes if node.op == "call_module")
+
+
+def _replace_(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, new)
+
+
+def _refresh_(model: fx.GraphModule) -> None:
+    model.graph.lint()
+    model.delete_all_unused_submodules()
+    model.recompile()
+
+
+def outputs_close(a: object, b: object, relative: float) -> bool:
+    """Returns whether two outputs of a model agree; what cannot be compared does not.
+
+    Args:
+        a: tensors, and whatever holds them: lists, tuples, mappings, dataclasses.
+        b: likewise.
+        relative: what finite numbers may differ by, of the largest of a tensor.
+    """
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and _tensors_close(a, b, relative)
+    if type(a) is not type(b):
+        return False
+    if dataclasses.is_dataclass(a):
+        return outputs_close(vars(a), vars(b), relative)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(outputs_close(a[k], b[k], relative) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(
+            outputs_close(x, y, relative) for x, y in zip(a, b, strict=True)
+        )
+    return bool(a == b) if isinstance(a, (bool, int, float, str)) else a is None
+
+
+def _tensors_close(a: Tensor, b: Tensor, relative: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    finite = a.isfinite()
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # infinities with their signs
+        return False
+    a, b = a[finite], b[finite]
+    scale = float(a.abs().max()) if a.numel() else 0.0
+    return bool(torch.allclose(a, b, rtol=0, atol=relative * scale + 1e-12))

@@ -1,0 +1,181 @@
+"""Layers whose weights are packed for the sparse kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcram.runtime.cpu import ops, ops_conv
+from torchcram.runtime.cpu.packing import (
+    Geometry,
+    check_packed,
+    owned,
+    pack_images,
+    pack_linear,
+)
+
+__all__ = ["PackedLayer", "SparseConv2d", "SparseFeedForward", "SparseLinear"]
+
+
+class PackedLayer(nn.Module):
+    """What sparse layers have: a packed weight and a bias, both in the state dict."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("packed", owned(packed))
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
+        self.eval()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
+        new = state_dict.get(f"{prefix}packed")
+        if isinstance(new, Tensor):
+            check_packed(new)
+            if new.shape != self.packed.shape:  # another mask, another size
+                self.packed = torch.empty_like(new, device="cpu")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.packed = owned(self.packed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.packed = owned(self.packed)  # a copy or a pickle may have been made in inference mode
+
+    def _apply(self, *_: object, **__: object) -> nn.Module:
+        """Leaves the layer as it is: there are kernels for float32 on the CPU alone."""
+        return self
+
+
+class SparseLinear(PackedLayer):
+    """y = activation(x W^T + b) + residual, W packed; activation and residual where there are any.
+
+    Args:
+        weight: (outputs, inputs), with zeros.
+        bias: of the outputs, if any.
+        activation: what follows: none, relu, gelu, gelu_tanh or silu.
+
+    Raises:
+        ValueError: if the activation is another one.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> None:
+        ops.activation_number(activation)  # refuses another one
+        super().__init__(pack_linear(weight), bias)
+        self.out_features, self.in_features = weight.shape
+        self.activation = activation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps (..., inputs) to (..., outputs)."""
+        y: Tensor = torch.ops.torchcram.sparse_linear(
+            x, self.packed, self.bias, residual, self.out_features, self.activation
+        )
+        return y
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, unpacked anew each time."""
+        return ops.unpack_linear(self.packed, self.in_features, self.out_features)
+
+    def extra_repr(self) -> str:
+        """Returns what distinguishes it from other layers."""
+        return f"{self.in_features}, {self.out_features}, activation={self.activation!r}"
+
+
+class SparseConv2d(PackedLayer):
+    """y = relu(conv(x, W) + b + residual), W packed; relu and residual where there are any.
+
+    Outputs have the memory format that those of `torch.nn.Conv2d` have: channels_last where the
+    inputs or the weight are.
+
+    Args:
+        weight: (outputs, inputs, rows, columns), with zeros.
+        bias: of the outputs, if any.
+        geometry: the stride and the like.
+        by_images: whether panels hold the same pixels of 16 images, for large batches, or
+            neighbouring pixels of one.
+        relu: whether one follows.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        *,
+        by_images: bool = False,
+        relu: bool = False,
+    ) -> None:
+        super().__init__(pack_images(weight, geometry) if by_images else pack_linear(weight), bias)
+        self.out_channels, self.in_channels = weight.shape[:2]
+        self.geometry, self.by_images, self.relu = geometry, by_images, relu
+        self.channels_last = ops_conv.is_channels_last(weight)
+        pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
+        self._numbers = [number for pair in pairs for number in pair]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps (images, inputs, rows, columns), or one image, to the outputs."""
+        if x.dim() == 3:
+            return self(x[None], None if residual is None else residual[None])[0]  # type: ignore[no-any-return]
+        y: Tensor = torch.ops.torchcram.sparse_conv2d(
+            x,
+            self.packed,
+            self.bias,
+            residual,
+            self.out_channels,
+            self._numbers,
+            self.by_images,
+            self.relu,
+            self.channels_last,
+        )
+        return y
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, unpacked anew each time."""
+        return ops_conv.unpack_conv2d(
+            *(self.packed, self.in_channels, self.out_channels, self._numbers),
+            by_images=self.by_images,
+        )
+
+    def extra_repr(self) -> str:
+        """Returns what distinguishes it from other layers."""
+        numbers = f"{self.in_channels}, {self.out_channels}, {self.geometry}"
+        return f"{numbers}, by_images={self.by_images}, relu={self.relu}"
+
+
+class SparseFeedForward(nn.Module):
+    """y = second(activation(first(x))) + residual, without a trip to memory in between.
+
+    Args:
+        first: a sparse layer.
+        second: the next.
+        activation: between them.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+
+    def __init__(self, first: SparseLinear, second: SparseLinear, *, activation: str) -> None:
+        super().__init__()
+        if first.out_features != second.in_features or activation not in ops.ACTIVATIONS:
+            raise ValueError(f"{first} and {second} do not follow one another with {activation!r}")
+        self.first, self.second, self.activation = first, second, activation
+        self.eval()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps (..., inputs) to (..., outputs)."""
+        y: Tensor = torch.ops.torchcram.sparse_feed_forward(
+            x,
+            self.first.packed,
+            self.first.bias,
+            self.activation,
+            self.second.packed,
+            self.second.bias,
+            residual,
+            self.second.out_features,
+            self.first.out_features,
+        )
+        return y

@@ -1,0 +1,209 @@
+"""A copy of a model that runs its sparse layers on the sparse kernels."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from torchcram.kernels.cpu.library import available
+from torchcram.runtime.cpu.encoders import fuse_encoder_
+from torchcram.runtime.cpu.exchange import Inputs, call, exchange_layers_, layer_inputs, left
+from torchcram.runtime.cpu.fuse import as_graph, fuse_tails_, lay_images_innermost_, outputs_close
+from torchcram.runtime.cpu.layers import Choice, candidates, time_models
+from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.weights import layer_weights
+
+_CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # to the largest output: rounding, no more
+_REPORT = "_torchcram_report"
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs | None = None,
+    *,
+    fuse: bool = True,
+    int8: bool = False,
+) -> nn.Module:
+    """Returns a copy of `model` in eval mode that runs fast on the CPU where its weights are zero.
+
+    Linear and Conv2d layers get sparse kernels where it pays. With an example that is measured on
+    the shapes and memory formats in use, of each layer and then of the model as a whole, which
+    stays dense if it does not get faster. Without one nothing is measured, and only layers that are
+    large and sparse enough to be faster whatever they receive become sparse. `report` says what
+    became of each layer, and why. Where the kernels have not been built, all layers stay dense.
+
+    With an example, a model that `torch.fx` can trace is also fused: batch norms are folded into
+    convolutions, and sparse layers do the activation and the addition that follow them. The outputs
+    for the example are compared with those of the model; if they differ, it is left unfused.
+
+    Args:
+        model: any module; its weights have been compressed.
+        example_inputs: what the model is called with: a tensor, a tuple of arguments, or a mapping
+            of keyword arguments. Layers get kernels that suit this batch size and shape; others
+            work too.
+        fuse: whether to fuse.
+        int8: whether Linear layers may compute in 8 bits, where there are kernels for that (AVX-512
+            VNNI): weights rounded per output, activations per token. Outputs change by about 1 %.
+    """
+    fast = copy.deepcopy(model).eval().requires_grad_(False)
+    if "" in candidates(fast):  # a layer that is the model cannot be exchanged within it
+        fast = nn.Sequential(fast)
+    others = _without_kernel(fast)
+    if not available():
+        choices = [left(name, layer, "no kernels") for name, layer in candidates(fast).items()]
+        return _with_report(fast, [*choices, *others])
+    if example_inputs is None:
+        return _with_report(fast, [*exchange_layers_(fast, int8=int8), *others])
+    with torch.no_grad():
+        fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
+    if isinstance(fast, InParts):
+        others = [replace(choice, name=f"model.{choice.name}") for choice in others]
+    return _with_report(fast, [*report(fast), *others])
+
+
+def _without_kernel(model: nn.Module) -> list[Choice]:
+    """Returns what is said of weights that no kernel is for; all of them stay dense."""
+    choices = []
+    known = {id(layer._parameters.get("weight")) for layer in candidates(model).values()}
+    for name, weight in layer_weights(model).items():
+        if id(weight) in known:
+            continue
+        path, _, parameter = name.rpartition(".")
+        kind = type(model.get_submodule(path)).__name__
+        zeros = 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
+        said = path if parameter == "weight" else name
+        choices.append(Choice(said, kind, zeros, False, f"no kernel is for {kind} layers"))
+    return choices
+
+
+def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> nn.Module:
+    """Returns the fastest of what gives the outputs of `dense` for the example."""
+    expected = call(dense, example)
+
+    def agrees(other: nn.Module, *, int8: bool) -> bool:
+        try:
+            found = call(other, example)
+        except Exception:  # noqa: BLE001  what does not run is left out, whatever the reason
+            return False
+        return outputs_close(expected, found, _CLOSE_INT8 if int8 else _CLOSE)
+
+    graph = as_graph(copy.deepcopy(dense)) if fuse else None
+    fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
+    if fused is not None and agrees(fused, int8=int8) and not _slower(dense, fused, example):
+        return fused
+    inputs = layer_inputs(dense, example)
+    for eight in (True, False) if int8 else (False,):
+        fast = copy.deepcopy(dense)
+        choices = exchange_layers_(fast, inputs, int8=eight)
+        if agrees(fast, int8=eight):
+            break
+    else:
+        why = "the outputs are others"
+        return _with_report(dense, [_lost(choice, why) for choice in choices])
+    encoder = copy.deepcopy(fast)
+    if fuse and fuse_encoder_(encoder) and agrees(encoder, int8=eight):
+        fast = encoder
+    slower = any(choice.sparse for choice in choices) and _slower(dense, fast, example)
+    if slower:
+        return _with_report(dense, [_lost(choice, slower) for choice in choices])
+    return _with_report(fast, choices)
+
+
+def _slower(dense: nn.Module, sparse: nn.Module, example: Inputs) -> str:
+    """Returns why a model with sparse layers does not pay; nothing where it does."""
+    times = time_models(partial(call, dense, example), partial(call, sparse, example))
+    if times.sparse < times.dense:
+        return ""
+    return (
+        "the model as a whole is not faster with its sparse layers "
+        f"({times.sparse:.3g} ms, dense {times.dense:.3g} ms)"
+    )
+
+
+def report(model: nn.Module) -> tuple[Choice, ...]:
+    """Returns what `prepare` did with each layer of `model`.
+
+    Raises:
+        ValueError: if `prepare` did not make the model.
+    """
+    found: tuple[Choice, ...] | None = getattr(model, _REPORT, None)
+    if found is None:
+        raise ValueError(
+            f"this {type(model).__name__} does not come from torchcram.runtime.prepare"
+        )
+    return found
+
+
+class InParts(nn.Module):
+    """Runs a model on so few images at a time that what it computes stays in the caches.
+
+    Args:
+        model: one that treats each image alone.
+        images: how many at a time.
+    """
+
+    def __init__(self, model: nn.Module, images: int) -> None:
+        super().__init__()
+        self.model, self.images = model, images
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the outputs of all images."""
+        if x.shape[0] <= self.images:
+            whole: Tensor = self.model(x)
+            return whole
+        return torch.cat([self.model(part) for part in x.split(self.images)])
+
+
+def _fused(
+    graph: fx.GraphModule, example: Inputs, *, int8: bool, expected: object
+) -> nn.Module | None:
+    """Returns the graph with its sparse layers, or None where it does not run."""
+    images = 16 * max(1, torch.get_num_threads() // 4)
+    part, many = example, False
+    if isinstance(example, Tensor) and example.dim() == 4 and len(example) > images:
+        # an output for each image, as far as one can see
+        many = isinstance(expected, Tensor) and expected.shape[:1] == example.shape[:1]
+        part = example[:images] if many else example
+    try:
+        with redirect_stderr(io.StringIO()):  # where fx tells of errors, too
+            inputs = layer_inputs(graph, part)
+            choices = exchange_layers_(graph, inputs, int8=int8, innermost=True)
+            _tell_shapes_(graph, part)
+            fuse_tails_(graph)
+            lay_images_innermost_(graph)
+    except Exception:  # noqa: BLE001  a graph that does not run is no loss
+        return None
+    fast: nn.Module = graph
+    if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
+        fast = InParts(graph, images)
+        choices = [replace(each, name=f"model.{each.name}") for each in choices]
+    return _with_report(fast.eval(), choices)
+
+
+def _tell_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
+    """Notes the shape and the memory format of every result in the graph."""
+    arguments = example if isinstance(example, tuple) else (example,)
+    if isinstance(example, Mapping):
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        defaults = {str(node.target): node.args[0] if node.args else None for node in inputs}
+        arguments = tuple({**defaults, **example}.values())
+    ShapeProp(graph).propagate(*arguments)
+
+
+def _lost(choice: Choice, why: str) -> Choice:
+    """Returns what is said of a layer that could be faster where the model stays dense."""
+    reason = f"{choice.reason}, but {why}"
+    return replace(choice, sparse=False, reason=reason) if choice.sparse else choice
+
+
+def _with_report(model: nn.Module, choices: list[Choice]) -> nn.Module:
+    setattr(model, _REPORT, tuple(choices))
+    return model
