@@ -39,7 +39,7 @@ sanitize: $(VENV)/.installed
 	TORCHCRAM_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) \
 	$$($(CXX) -print-file-name=libstdc++.so)" \
-	$(BIN)/python -m pytest -q -s tests/native tests/artifact tests/runtime
+	$(BIN)/python -m pytest -q -s tests/kernels/cpu tests/artifact tests/runtime
 
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py

@@ -15,7 +15,7 @@ from native_library import needs_kernels
 from torchcram.kernels.cpu import compiling, library
 from torchcram.runtime import build as build_module
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @needs_kernels
