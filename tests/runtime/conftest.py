@@ -3,7 +3,7 @@
 import pytest
 
 from torchcram.kernels.cpu.library import LEVELS, level, use_level
-from torchcram.runtime.cpu import layers
+from torchcram.runtime.cpu import candidates
 
 
 @pytest.fixture(params=LEVELS)
@@ -21,7 +21,7 @@ def each_level(request):
 @pytest.fixture
 def sparse_wins(monkeypatch):
     """Every race is won by the sparse kernels, by the last of them that takes part."""
-    monkeypatch.setattr(layers, "_LEAST", 0.0)
-    rules = {kind: layers.Rule(0.0, 0) for kind in layers.RULES}
-    monkeypatch.setattr(layers, "RULES", rules)
-    monkeypatch.setattr(layers, "_race", lambda work: {key: -i for i, key in enumerate(work)})
+    monkeypatch.setattr(candidates, "_LEAST", 0.0)
+    rules = {kind: candidates.Rule(0.0, 0) for kind in candidates.RULES}
+    monkeypatch.setattr(candidates, "RULES", rules)
+    monkeypatch.setattr(candidates, "_race", lambda work: {key: -i for i, key in enumerate(work)})

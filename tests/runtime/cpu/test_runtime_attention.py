@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from torchcram.kernels.cpu import library
 from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
-from torchcram.runtime.cpu.encoders import SelfAttention
+from torchcram.runtime.cpu.bert_fusion import SelfAttention
 from torchcram.runtime.cpu.prepare import prepare
 
 pytestmark = needs_kernels

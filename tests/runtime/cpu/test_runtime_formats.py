@@ -10,8 +10,8 @@ from torch import nn
 
 from torchcram import runtime
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import layers
-from torchcram.runtime.cpu.layers import LayerInput, geometry_of
+from torchcram.runtime.cpu import candidates
+from torchcram.runtime.cpu.candidates import LayerInput, geometry_of
 from torchcram.runtime.cpu.modules import SparseConv2d
 from torchcram.runtime.cpu.ops_conv import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
@@ -194,7 +194,7 @@ def timed(monkeypatch):
         inputs.append({way: call.args[-1] for way, call in work.items() if call.args})
         return {way: -i for i, way in enumerate(work)}
 
-    monkeypatch.setattr(layers, "_race", race)
+    monkeypatch.setattr(candidates, "_race", race)
     return inputs
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
-from torchcram.runtime.cpu.encoders import fuse_encoder_
-from torchcram.runtime.cpu.exchange import Inputs, call, exchange_layers_, layer_inputs, left
+from torchcram.runtime.cpu.bert_fusion import fuse_encoder_
+from torchcram.runtime.cpu.candidates import Choice, candidates, time_models
 from torchcram.runtime.cpu.fuse import as_graph, fuse_tails_, lay_images_innermost_, outputs_close
-from torchcram.runtime.cpu.layers import Choice, candidates, time_models
 from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.runtime.cpu.replace_layers import Inputs, call, layer_inputs, left, replace_layers_
 from torchcram.weights import layer_weights
 
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # to the largest output: rounding, no more
@@ -54,14 +54,14 @@ def prepare(
             VNNI): weights rounded per output, activations per token. Outputs change by about 1 %.
     """
     fast = copy.deepcopy(model).eval().requires_grad_(False)
-    if "" in candidates(fast):  # a layer that is the model cannot be exchanged within it
+    if "" in candidates(fast):  # a layer that is the model cannot be replaced within it
         fast = nn.Sequential(fast)
     others = _without_kernel(fast)
     if not available():
         choices = [left(name, layer, "no kernels") for name, layer in candidates(fast).items()]
         return _with_report(fast, [*choices, *others])
     if example_inputs is None:
-        return _with_report(fast, [*exchange_layers_(fast, int8=int8), *others])
+        return _with_report(fast, [*replace_layers_(fast, int8=int8), *others])
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
     if isinstance(fast, InParts):
@@ -102,7 +102,7 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
     inputs = layer_inputs(dense, example)
     for eight in (True, False) if int8 else (False,):
         fast = copy.deepcopy(dense)
-        choices = exchange_layers_(fast, inputs, int8=eight)
+        choices = replace_layers_(fast, inputs, int8=eight)
         if agrees(fast, int8=eight):
             break
     else:
@@ -175,7 +175,7 @@ def _fused(
     try:
         with redirect_stderr(io.StringIO()):  # where fx tells of errors, too
             inputs = layer_inputs(graph, part)
-            choices = exchange_layers_(graph, inputs, int8=int8, innermost=True)
+            choices = replace_layers_(graph, inputs, int8=int8, innermost=True)
             _tell_shapes_(graph, part)
             fuse_tails_(graph)
             lay_images_innermost_(graph)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torchcram.runtime.onnx.integers import Integers
 
-LEAST = 1.05  # how much faster a layer has to be to be exchanged
+LEAST = 1.05  # how much faster a layer has to be to be replaced
 TOLERANCE = 0.02  # of the largest output, between two ways to compute in 16 bits
 
 

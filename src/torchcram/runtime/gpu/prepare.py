@@ -38,7 +38,7 @@ def prepare_gpu(
     weights: Weights | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Prepared:
-    """Returns a copy of `model` for the GPU, with layers exchanged where that is measured faster.
+    """Returns a copy of `model` for the GPU, with layers replaced where that is measured faster.
 
     2:4 weights become semi-structured tensors; weights of up to 8 bits go through a kernel of our
     own, of up to 4 bits through torch._weight_int4pack_mm. The copy is in eval mode, computes in
@@ -75,7 +75,7 @@ def prepare_gpu(
         choice, faster = chooser.choose(path, layer, counts[path], integers=found)
         choices.append(choice)
         if faster is not None:
-            twin = _exchanged(twin, path, faster)
+            twin = _replaced(twin, path, faster)
     for name in chosen:
         if name in owners.values():
             continue
@@ -145,7 +145,7 @@ def _integers(
     }
 
 
-def _exchanged(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
+def _replaced(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
     if not path:  # the model is the layer
         return layer
     model.set_submodule(path, layer)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
     from torchcram.operators import Operator
-    from torchcram.runtime.cpu.exchange import Inputs
+    from torchcram.runtime.cpu.replace_layers import Inputs
     from torchcram.weights import Weights
 
 OPSET = 21  # the first with int4 and with one scale per block

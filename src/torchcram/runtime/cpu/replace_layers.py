@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import has_int8
-from torchcram.runtime.cpu.layers import (
+from torchcram.runtime.cpu.candidates import (
     Choice,
     LayerInput,
     Races,
@@ -16,8 +16,8 @@ from torchcram.runtime.cpu.layers import (
     by_rule,
     candidates,
     may_be_channels_last,
-    obstacle,
     sparsity_of,
+    unsupported_reason,
 )
 from torchcram.runtime.cpu.modules import PackedLayer
 
@@ -25,7 +25,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a model is called with: a tensor, arguments, or keyword arguments."""
 
 
-def exchange_layers_(
+def replace_layers_(
     model: nn.Module,
     inputs: Mapping[str, LayerInput] | None = None,
     *,
@@ -46,7 +46,7 @@ def exchange_layers_(
     races: Races = {}
     choices = []
     for name, layer in candidates(model).items():
-        problem = obstacle(layer)
+        problem = unsupported_reason(layer)
         if problem is None and inputs is not None and name not in inputs:
             problem = "the example does not reach it"
         if problem is not None:

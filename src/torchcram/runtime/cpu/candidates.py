@@ -113,7 +113,7 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def obstacle(layer: nn.Module) -> str | None:
+def unsupported_reason(layer: nn.Module) -> str | None:
     """Returns why the kernels cannot run a layer, or None where they can."""
     weight = layer.weight
     if not isinstance(weight, Tensor) or weight.dtype != torch.float32:
