@@ -51,7 +51,7 @@ NORM = ("tests/test_batchnorm.py",)
 FILES = ("tests/artifact/test_round_trip.py",)
 BAD_FILES = ("tests/artifact/test_bad_files.py",)
 LAYOUTS = ("tests/test_layouts.py",)
-SHARDS = ("tests/test_sharded.py",)
+SHARDS = ("tests/test_sharding.py",)
 COVERAGE = ("tests/test_coverage.py",)
 CHAINS = ("tests/operators/test_chain.py",)
 
@@ -78,7 +78,7 @@ MUTANTS = [
         "        super()",
         INTERRUPTS,
     ),
-    Mutant("optim/cram.py", "elif not self._guard.admits(hidden + left):", "elif False:", REFUSED),
+    Mutant("optim/cram.py", "elif not self._guard.check(hidden + left):", "elif False:", REFUSED),
     Mutant("optim/cram.py", "before.replay()", "pass", ("tests/optim/test_companions.py",)),
     Mutant("optim/backup.py", "            self._calls.pop()", "            pass", INTERRUPTS),
     Mutant(
@@ -87,10 +87,10 @@ MUTANTS = [
         "            self._calls.pop()()",
         INTERRUPTS,
     ),
-    Mutant("optim/draws.py", "% self.mask_interval == 0", "% self.mask_interval == 1", STEP),
-    Mutant("optim/draws.py", "self._uses[operator] += 1", "pass", STEP),
-    Mutant("optim/draws.py", "self._generator.set_state(generator)", "pass", STATE),
-    Mutant("optim/draws.py", "packed.dtype != torch.uint8", "False", REFUSED),
+    Mutant("optim/sampler.py", "% self.mask_interval == 0", "% self.mask_interval == 1", STEP),
+    Mutant("optim/sampler.py", "self._uses[operator] += 1", "pass", STEP),
+    Mutant("optim/sampler.py", "self._generator.set_state(generator)", "pass", STATE),
+    Mutant("optim/sampler.py", "packed.dtype != torch.uint8", "False", REFUSED),
     Mutant(
         "optim/gradients.py",
         "g.clone() if g._is_view() else g",

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchcram.coverage import treat_alike
 from torchcram.operators import Operator, as_operator
-from torchcram.sharded import fsdp_modules
+from torchcram.sharding import fsdp_modules
 from torchcram.trained import copy_marks, warn_of_untrained
 from torchcram.weights import weights_in
 

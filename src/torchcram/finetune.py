@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.messages import list_names
-from torchcram.sharded import local
+from torchcram.sharding import local
 from torchcram.weights import LayerWeights, apply_masks_, zero_unmasked_
 
 if TYPE_CHECKING:

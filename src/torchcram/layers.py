@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchcram.sharded import Part, is_sharded, local, part_of
+from torchcram.sharding import Part, is_sharded, local, part_of
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from torchcram.layers import (
 )
 from torchcram.layouts import KINDS, find_layer_weights
 from torchcram.messages import list_names
-from torchcram.sharded import fsdp_modules, local, part_of, reshard
+from torchcram.sharding import fsdp_modules, local, part_of, reshard
 
 if TYPE_CHECKING:
     from types import ModuleType

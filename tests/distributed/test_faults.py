@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from torchcram import CRAM, CRAM_PLUS, CrAM
-from torchcram.optim.agreement import require_alike_everywhere
+from torchcram.optim.rank_consistency import require_alike_everywhere
 
 
 def parallel(kind, model):

@@ -191,7 +191,7 @@ def _scaled(rank):
     """The scaler skips a step that overflows on one rank alone; otherwise it changes nothing."""
     plain, scaled = shard(network()), shard(network())
     one, other = optimizer_for(plain, CRAM), optimizer_for(scaled, CRAM, mask_interval=2)
-    one._draws.mask_interval = 2
+    one._sampler.mask_interval = 2
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for number, (x, y) in enumerate([ours(batch) for batch in batches(4)]):
         bad = number == 2
@@ -208,9 +208,9 @@ def _scaled(rank):
         if bad:
             after = local_state(scaled)
             assert all(torch.equal(before[n], after[n]) for n in before)
-            assert not any(operator == other.operator for operator, _ in other._draws._masks)
-            one._draws.draw(0.0)
-            one._draws.forget(other.operator)
+            assert not any(operator == other.operator for operator, _ in other._sampler._masks)
+            one._sampler.draw(0.0)
+            one._sampler.forget(other.operator)
         else:
             train(plain, one, [(x, y)])
     assert scaler.get_scale() == 512.0

@@ -59,8 +59,8 @@ def test_cram_is_as_the_recipe_says():
     assert (optimizer.rho, optimizer.base_step_probability) == (0.3, 0.25)
     assert (optimizer.sparse_gradients, optimizer.normalize) == (False, False)
     assert set(optimizer.weights) == {"features.3.weight"} == set(trained_weights(given, model))
-    assert [str(one) for one in optimizer._draws.operators] == ["int4", "global:0.9"]
-    assert optimizer._draws.mask_interval == 4
+    assert [str(one) for one in optimizer._sampler.operators] == ["int4", "global:0.9"]
+    assert optimizer._sampler.mask_interval == 4
     same, other = (build_optimizer(given, model, seed=seed) for seed in (5, 6))
     states = [one.state_dict()["cram"]["generator"] for one in (optimizer, same, other)]
     assert torch.equal(states[0], states[1])

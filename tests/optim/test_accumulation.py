@@ -131,7 +131,7 @@ def test_one_operator_per_step_however_many_micro_batches():
             here = seen[-len(sizes) :]
             assert len({operator for operator, _ in here}) == 1
             assert all(same(point, here[0][1]) for _, point in here)
-        uses = sum(optimizer._draws._uses.values())
+        uses = sum(optimizer._sampler._uses.values())
         return [str(operator) for operator, _ in seen[:: len(sizes)]], uses
 
     assert drawn([12]) == drawn([3, 4, 5])

@@ -148,7 +148,9 @@ def test_an_operator_that_fails_leaves_the_weights_alone():
     model = ConvNet()
     optimizer = make(model, weights=compressible_weights(model))
     optimizer.weights = {**optimizer.weights, "bias": model.fc.bias}
-    optimizer._draws.operators = (type("Broken", (GlobalTopK,), {"select": lambda *_: 1 / 0})(0.5),)
+    optimizer._sampler.operators = (
+        type("Broken", (GlobalTopK,), {"select": lambda *_: 1 / 0})(0.5),
+    )
     before = snapshot(model)
     usual = closure_for(model, optimizer, images())
     with pytest.raises(ZeroDivisionError):

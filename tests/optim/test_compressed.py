@@ -116,7 +116,7 @@ def test_masks_of_an_overflow_are_not_kept():
     scaler = GradScaler("cpu", init_scale=64.0)
     for spoil in (0, None, 0, None, 0):
         scaled_step(model, optimizer, scaler, batch_of(6), spoil=spoil)
-        kept = {operator for operator, _ in optimizer._draws._masks}
+        kept = {operator for operator, _ in optimizer._sampler._masks}
         assert (optimizer.operator in kept) == (spoil is None)
 
 

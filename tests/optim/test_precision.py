@@ -131,13 +131,13 @@ def test_draws_and_masks_go_on_after_a_step_that_was_skipped(rule):
         theirs = Loop(twin, other, GradScaler("cpu", init_scale=64.0))
         ours.step(skipped, spoil=spoil)
         theirs.step(skipped)
-        assert optimizer._draws._uses == other._draws._uses  # a use that is skipped is one, too
+        assert optimizer._sampler._uses == other._sampler._uses  # a use that is skipped is one, too
         for batch in batches:
             ours.step(batch)
             theirs.step(batch)
-            kept = optimizer._draws._masks.values()
+            kept = optimizer._sampler._masks.values()
             assert all(int(m.sum()) > 0 for masks in kept for m in masks.values())
-        ours_now, theirs_now = (o._draws._masks for o in (optimizer, other))
+        ours_now, theirs_now = (o._sampler._masks for o in (optimizer, other))
         assert ours_now.keys() == theirs_now.keys()
         for key, masks in ours_now.items():
             assert all(torch.equal(masks[name], theirs_now[key][name]) for name in masks)

@@ -8,7 +8,7 @@ from nets import RULES, ConvNet, closure_for, images, same, snapshot
 from torch.optim import SGD, AdamW
 
 from torchcram import Chain, CrAM, GlobalTopK, Quantize, UniformTopK
-from torchcram.optim.draws import pack_bits, unpack_bits
+from torchcram.optim.sampler import pack_bits, unpack_bits
 
 OPERATORS = [
     GlobalTopK(0.5),

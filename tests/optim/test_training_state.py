@@ -43,7 +43,7 @@ def test_many_masks_come_back(base):
     assert list(state["masks"]) == ["0", "8", "16"]  # 22 masks of each weight, in three bytes
     again, other = build(base, seed=8)
     TrainingState(again, other).load_state_dict(state)
-    kept, loaded = optimizer._draws._masks, other._draws._masks
+    kept, loaded = optimizer._sampler._masks, other._sampler._masks
     assert len(kept) > 8
     assert kept.keys() == loaded.keys()
     for slot, masks in kept.items():

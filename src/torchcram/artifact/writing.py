@@ -22,7 +22,7 @@ from torchcram.files import let_read, written_aside
 from torchcram.layers import layout_of
 from torchcram.operators import Operator, Quantize
 from torchcram.operators.parse import parse_without_pruners
-from torchcram.sharded import is_sharded
+from torchcram.sharding import is_sharded
 from torchcram.trained import trained_weights
 from torchcram.version import __version__
 from torchcram.weights import LayerWeights, layer_weights

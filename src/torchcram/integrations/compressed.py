@@ -9,7 +9,7 @@ import torch
 
 from torchcram.compress import compress_
 from torchcram.integrations.adapters import deployed_weights, merged_in_place
-from torchcram.sharded import fsdp_modules, reshard
+from torchcram.sharding import fsdp_modules, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

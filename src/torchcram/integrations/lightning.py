@@ -15,8 +15,8 @@ from torchcram.integrations.adapters import refuse_unused_parameters
 from torchcram.integrations.lightning_apart import Apart, LetsGo, ignore, shallow
 from torchcram.integrations.lightning_validation import CompressedValidation
 from torchcram.optim import CrAM
-from torchcram.optim.agreement import require_alike_everywhere
 from torchcram.optim.randomness import Randomness
+from torchcram.optim.rank_consistency import require_alike_everywhere
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from torchcram.integrations.adapters import ALL_USED, is_lora_cram
 from torchcram.optim import CrAM
-from torchcram.optim.agreement import require_alike_everywhere
+from torchcram.optim.rank_consistency import require_alike_everywhere
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

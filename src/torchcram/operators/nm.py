@@ -12,12 +12,12 @@ from torchcram.keys import magnitude_keys
 from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
 from torchcram.messages import list_names, warn_caller
 from torchcram.operators.base import Sparsifier
-from torchcram.sharded import complete_blocks
+from torchcram.sharding import complete_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchcram.sharded import Part
+    from torchcram.sharding import Part
     from torchcram.weights import Masks, Weights
 
 

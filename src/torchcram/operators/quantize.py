@@ -11,12 +11,12 @@ import torch
 from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last, whole_shape
 from torchcram.messages import list_names, warn_caller
 from torchcram.operators.base import Operator
-from torchcram.sharded import block_maxima
+from torchcram.sharding import block_maxima
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchcram.sharded import Part
+    from torchcram.sharding import Part
     from torchcram.weights import Weights
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.optim.draws import Draw
+from torchcram.optim.sampler import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torchcram.optim.gradients import Gradients
     from torchcram.optim.rules import Pass
-    from torchcram.optim.spread import Spread
+    from torchcram.optim.shard_context import ShardContext
 
 
 @dataclass
@@ -24,13 +24,13 @@ class StepState:
     """Where a step stands; an object, since wrappers such as Lightning's copy attributes.
 
     Attributes:
-        draw: What the step is: the operator drawn for it, or a plain step.
+        plan: What the step is: the operator drawn for it, or a plain step.
         passes: Compressed passes that are left in it; None stands for that of a plain step.
         g: Gradient at w, while a compressed pass is under way.
         ready: Whether `.grad` holds g~, so that a step may be taken.
     """
 
-    draw: Draw = field(default_factory=Draw)
+    plan: StepPlan = field(default_factory=StepPlan)
     passes: list[Pass | None] = field(default_factory=list)
     g: Gradients | None = None
     ready: bool = False
@@ -66,8 +66,8 @@ class UndoStack:
 class Backup:
     """Copies of parameters, in memory that is allocated once and used again at every step."""
 
-    def __init__(self, spread: Spread) -> None:
-        self._spread = spread
+    def __init__(self, shard_context: ShardContext) -> None:
+        self._shard_context = shard_context
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (parameter, copy)
         self._saved: tuple[list[Tensor], list[Tensor]] = ([], [])
 
@@ -75,7 +75,7 @@ class Backup:
     def save(self, parameters: Iterable[Tensor]) -> None:
         """Copies `parameters`."""
         saved = list(parameters)
-        here = self._spread.here(saved)
+        here = self._shard_context.here(saved)
         copies = [self._memory(*pair) for pair in zip(saved, here, strict=True)]
         if saved:
             torch._foreach_copy_(copies, here)
@@ -86,7 +86,7 @@ class Backup:
         """Puts back, bit for bit, what was saved last; calling it again changes nothing."""
         saved, copies = self._saved
         if saved:
-            torch._foreach_copy_(self._spread.here(saved), copies)
+            torch._foreach_copy_(self._shard_context.here(saved), copies)
         self._saved = ([], [])
 
     def _memory(self, parameter: Tensor, here: Tensor) -> Tensor:

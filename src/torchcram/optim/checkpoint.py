@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchcram.layers import local_weights
-from torchcram.optim.draws import pack_bits, unpack_bits
-from torchcram.sharded import is_sharded, local
+from torchcram.optim.sampler import pack_bits, unpack_bits
+from torchcram.sharding import is_sharded, local
 from torchcram.trained import plain_name
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TrainingState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, in tensors that a checkpoint may also be loaded into."""
-        self.optimizer._spread.reshard()
+        self.optimizer._shard_context.reshard()
         state = self.optimizer._extra_state()["cram"]
         kept = {(operator, at): masks for operator, at, masks in state["masks"]}
         slots = self._slots()
@@ -97,7 +97,7 @@ class TrainingState(Stateful):
     def _slots(self) -> list[tuple[str, int]]:
         """Every operator in every pass of the rule: there may be a mask to keep for it."""
         optimizer = self.optimizer
-        if optimizer._draws.mask_interval == 1:
+        if optimizer._sampler.mask_interval == 1:
             return []
         passes = range(len(optimizer.rule.passes), 0, -1)
         return [(str(operator), at) for operator in optimizer.operators for at in passes]

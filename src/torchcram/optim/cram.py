@@ -19,7 +19,6 @@ from torchcram.compress import compress
 from torchcram.layers import LayerWeights, Masks, Weights, local_weights
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
-from torchcram.optim.agreement import require_alike
 from torchcram.optim.backup import Backup, StepState, UndoStack
 from torchcram.optim.checks import (
     PLAIN_STEP,
@@ -30,12 +29,13 @@ from torchcram.optim.checks import (
     check_rule,
     check_still_scaled,
 )
-from torchcram.optim.draws import Draws
-from torchcram.optim.finite import FiniteGuard, all_finite, carry_overflow, raise_not_finite
+from torchcram.optim.finite import NonFiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
 from torchcram.optim.randomness import Randomness
+from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
-from torchcram.optim.spread import Spread
+from torchcram.optim.sampler import OperatorSampler
+from torchcram.optim.shard_context import ShardContext
 from torchcram.optim.wrapper import Wrapper
 from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
 from torchcram.weights import mask_gradients_, weights_in
@@ -98,7 +98,7 @@ class CrAM(Wrapper):
         given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
         drawn = tuple(as_operator(operator) for operator in given)
         check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
-        self._spread = Spread(model)
+        self._shard_context = ShardContext(model)
         super().__init__(base)
         self.model = model
         self.weights = self._choose(weights) if rule.compresses else LayerWeights({})
@@ -112,10 +112,10 @@ class CrAM(Wrapper):
         self.replay_randomness = replay_randomness
         self.check_finite = check_finite
         self.allow_plain_steps = allow_plain_steps
-        self._draws = Draws(drawn if rule.compresses else (), mask_interval, seed)
-        self._guard = FiniteGuard(base, self._spread, self._draws.forget_all)
+        self._sampler = OperatorSampler(drawn if rule.compresses else (), mask_interval, seed)
+        self._guard = NonFiniteGuard(base, self._shard_context, self._sampler.forget_all)
         self._now = StepState()
-        self._backup = Backup(self._spread)
+        self._backup = Backup(self._shard_context)
         self._undo = UndoStack()  # what leads from w~ back to w
         require_alike(self)
         mark_trained(model, self.weights)
@@ -202,7 +202,7 @@ class CrAM(Wrapper):
         g = self._now.g
         if g is None:
             return
-        self._spread.recover()
+        self._shard_context.recover()
         self._undo.unwind()
         self._abandon(g)
         self._now.g = None
@@ -225,18 +225,18 @@ class CrAM(Wrapper):
     @property
     def operators(self) -> tuple[Operator, ...]:
         """What steps draw from."""
-        return self._draws.operators
+        return self._sampler.operators
 
     @property
     def operator(self) -> Operator | None:
         """The operator drawn last; None after a plain step and for SAM."""
-        return self._now.draw.operator
+        return self._now.plan.operator
 
     def _next_pass(self) -> Pass | None:
         """Returns the pass that comes next; a step begins with drawing what it is to be."""
         if not self._now.passes:
-            self._now.draw = self._draws.draw(self.base_step_probability)
-            self._now.passes = [None if self._now.draw.plain else one for one in self.rule.passes]
+            self._now.plan = self._sampler.draw(self.base_step_probability)
+            self._now.passes = [None if self._now.plan.plain else one for one in self.rule.passes]
         return self._now.passes[0]
 
     def _moved_by(self, one: Pass | None) -> list[Tensor]:
@@ -249,14 +249,16 @@ class CrAM(Wrapper):
         found = [pair for group in g for pair in group]
         unit: float | Tensor = 1.0
         if self.normalize:
-            unit = gradients.one_over(self._spread.norm(found))
+            unit = gradients.one_over(self._shard_context.norm(found))
         elif scaler is not None and scaler.is_enabled():
             unit = 1 / scaler.scale(torch.ones((), device=found[0][1].device))
         if self.max_ascent_norm is not None:
-            unit = unit * gradients.clipping(self._spread.norm(found) * unit, self.max_ascent_norm)
+            unit = unit * gradients.clipping(
+                self._shard_context.norm(found) * unit, self.max_ascent_norm
+            )
         for group, pairs in zip(self.param_groups, g, strict=True):
-            w = self._spread.here([parameter for parameter, _ in pairs])
-            along = self._spread.here([gradient for _, gradient in pairs])
+            w = self._shard_context.here([parameter for parameter, _ in pairs])
+            along = self._shard_context.here([gradient for _, gradient in pairs])
             gradients.add_scaled_(w, along, self._rho_of(group) * unit)
 
     def _choose(self, weights: Weights | None) -> LayerWeights:
@@ -266,7 +268,7 @@ class CrAM(Wrapper):
     def _compress_(self) -> Masks | None:
         """Compresses the weights by what this step has drawn."""
         here = local_weights(self.weights)
-        return self._draws.compress_(self._now.draw, here, at=len(self._now.passes))
+        return self._sampler.compress_(self._now.plan, here, at=len(self._now.passes))
 
     def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
         """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
@@ -277,7 +279,7 @@ class CrAM(Wrapper):
         if one.mask and self.sparse_gradients and masks is not None:
             mask_gradients_(self.weights, masks)
         if one.plus:
-            gradients.add_gradients(g, self._spread)
+            gradients.add_gradients(g, self._shard_context)
 
     def _check_finite(self, one: Pass | None, g: Gradients, scaler: GradScaler | None) -> None:
         """Refuses gradients that are not finite, or leaves it to the scaler, which sees `.grad`."""
@@ -288,24 +290,24 @@ class CrAM(Wrapper):
         left = gradients.gradients_of(self._parameters())
         hidden = [] if one is None or one.plus else g  # where g~ does not hold g
         if scaled:
-            carry_overflow(hidden, into=left, spread=self._spread)
-            if self._draws.mask_interval > 1 and not all_finite(g, self._spread):
-                self._draws.forget(self.operator)
-        elif not self._guard.admits(hidden + left):
-            raise_not_finite(hidden + left, self.model, self._spread)
+            carry_overflow(hidden, into=left, shard_context=self._shard_context)
+            if self._sampler.mask_interval > 1 and not all_finite(g, self._shard_context):
+                self._sampler.forget(self.operator)
+        elif not self._guard.check(hidden + left):
+            raise_not_finite(hidden + left, self.model, self._shard_context)
 
     def _abandon(self, found: Gradients) -> None:
         """Ends a step half-way: no pass is left, no mask of it is kept."""
         self._now.passes = []
         self._guard.forget_pending()
-        self._draws.forget(self.operator)
+        self._sampler.forget(self.operator)
         self.zero_grad()
         gradients.put_gradients(found)
 
     def _forget_copies(self) -> None:
         """Drops what autocast and FSDP have made of the weights."""
         torch.clear_autocast_cache()
-        self._spread.reshard()
+        self._shard_context.reshard()
 
     def _prepare_layers(self, one: Pass | None, masks: Masks | None) -> None:  # noqa: ARG002
         """Readies the layers for passes at w~: no running statistics change there."""
@@ -375,12 +377,12 @@ class CrAM(Wrapper):
 
     def _extra_state(self) -> dict[str, Any]:
         self.restore()
-        return {"cram": {**self._draws.state_dict(), "weights": self._weight_names()}}
+        return {"cram": {**self._sampler.state_dict(), "weights": self._weight_names()}}
 
     def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
         self._require_outside()
         names, here = self._weight_names(), local_weights(self.weights)
-        load = self._draws.read_state(state["cram"], here) if "cram" in state else None
+        load = self._sampler.read_state(state["cram"], here) if "cram" in state else None
 
         def continue_from_state() -> None:
             if load is not None:
@@ -393,11 +395,11 @@ class CrAM(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._require_outside()
-        guard = FiniteGuard(self.base, self._spread, self._draws.forget_all)
+        guard = NonFiniteGuard(self.base, self._shard_context, self._sampler.forget_all)
         scratch = {
-            "_backup": Backup(self._spread),
+            "_backup": Backup(self._shard_context),
             "_undo": UndoStack(),
-            "_now": StepState(self._now.draw),
+            "_now": StepState(self._now.plan),
         }
         return {**super().__getstate__(), **scratch, "_guard": guard}
 

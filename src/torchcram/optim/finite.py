@@ -15,49 +15,51 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from torchcram.optim.spread import Spread
+    from torchcram.optim.shard_context import ShardContext
 
 
-def all_finite(gradients: Gradients, spread: Spread) -> bool:
+def all_finite(gradients: Gradients, shard_context: ShardContext) -> bool:
     """Returns whether no gradient holds NaN or infinity; waits for the device."""
-    return not bool(_by_norm(gradients, spread))
+    return not bool(_by_norm(gradients, shard_context))
 
 
-def carry_overflow(g: Gradients, *, into: Gradients, spread: Spread) -> None:
+def carry_overflow(g: Gradients, *, into: Gradients, shard_context: ShardContext) -> None:
     """Makes `into` NaN where it does not hold `g` itself and `g` is not finite."""
     if not g:
         return
-    bad = _by_norm(g, spread)
-    for gradient in spread.here([gradient for _, gradient in into]):
+    bad = _by_norm(g, shard_context)
+    for gradient in shard_context.here([gradient for _, gradient in into]):
         if gradient.numel():
             gradient.add_(torch.where(bad.to(gradient.device), torch.nan, 0.0))
             return
 
 
-def raise_not_finite(gradients: Gradients, model: nn.Module, spread: Spread) -> NoReturn:
+def raise_not_finite(
+    gradients: Gradients, model: nn.Module, shard_context: ShardContext
+) -> NoReturn:
     """Says which gradients are not finite, here or on another process."""
-    here = spread.here([gradient for _, gradient in gradients])
+    here = shard_context.here([gradient for _, gradient in gradients])
     finite = [bool(torch.isfinite(gradient).all()) for gradient in here]
     bad = {id(p) for (p, _), good in zip(gradients, finite, strict=True) if not good}
     named = dict(model.named_parameters())
-    flags = spread.any_of(torch.tensor([id(p) in bad for p in named.values()]))
+    flags = shard_context.any_of(torch.tensor([id(p) in bad for p in named.values()]))
     names = list_names(name for name, flag in zip(named, flags, strict=True) if flag)
     raise FloatingPointError(f"NaN or infinite gradient, no step taken; in: {names}")
 
 
-def _by_norm(gradients: Gradients, spread: Spread) -> Tensor:
+def _by_norm(gradients: Gradients, shard_context: ShardContext) -> Tensor:
     """Returns whether a gradient holds NaN or infinity, on any process."""
-    length = norm(spread.here([gradient for _, gradient in gradients]), torch.inf)
-    return spread.any_of(torch.isfinite(length).logical_not())
+    length = norm(shard_context.here([gradient for _, gradient in gradients]), torch.inf)
+    return shard_context.any_of(torch.isfinite(length).logical_not())
 
 
-def _any_not_finite(gradients: Gradients, spread: Spread) -> Tensor:
+def _any_not_finite(gradients: Gradients, shard_context: ShardContext) -> Tensor:
     """Returns 1.0 where `_by_norm` gives True, else 0.0, by the call that GradScaler uses.
 
     That call also multiplies, here by one; unlike norms, it takes next to no time of the host.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in spread.here([gradient for _, gradient in gradients]):
+    for gradient in shard_context.here([gradient for _, gradient in gradients]):
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     found = []
     for (device, _), group in alike.items():
@@ -68,10 +70,10 @@ def _any_not_finite(gradients: Gradients, spread: Spread) -> Tensor:
     first, *others = found
     for bad in others:
         first = torch.maximum(first, bad.to(first.device))
-    return spread.any_of(first)
+    return shard_context.any_of(first)
 
 
-class FiniteGuard:
+class NonFiniteGuard:
     """Steps a base optimizer with finite gradients only.
 
     Usually that means to look at a number on the device, hence to wait for it. The fused optimizers
@@ -79,13 +81,15 @@ class FiniteGuard:
     and learns of it one step later.
     """
 
-    def __init__(self, base: Optimizer, spread: Spread, forget: Callable[[], None]) -> None:
+    def __init__(
+        self, base: Optimizer, shard_context: ShardContext, forget: Callable[[], None]
+    ) -> None:
         self._base = base
-        self._spread = spread
+        self._shard_context = shard_context
         self._forget = forget  # masks, which such gradients may have led to
         self._bad: Tensor | None = None  # 1.0 if the gradients at hand are not finite
         self._earlier: tuple[Tensor, torch.cuda.Event] | None = None  # that of the step before
-        self._left_out: Tensor | None = None  # how many steps of CUDA graphs
+        self._skipped: Tensor | None = None  # how many steps of CUDA graphs
 
     def reset(self) -> None:
         """Forgets about gradients seen so far."""
@@ -99,25 +103,25 @@ class FiniteGuard:
                 "check_finite=True, for which the host would have to wait: take a fused one"
             )
         self.reset()
-        if self._left_out is None:  # graphs captured earlier add to the same count
-            self._left_out = torch.zeros((), device=device)
+        if self._skipped is None:  # graphs captured earlier add to the same count
+            self._skipped = torch.zeros((), device=device)
 
-    def raise_if_left_out(self) -> None:
+    def raise_if_skipped(self) -> None:
         """Waits for the device; refuses if a captured step had to be left out."""
-        if self._left_out is not None and (count := int(self._left_out)):
-            self._left_out.zero_()
+        if self._skipped is not None and (count := int(self._skipped)):
+            self._skipped.zero_()
             raise FloatingPointError(f"NaN or infinite gradient: {count} step(s) not taken")
 
     def forget_pending(self) -> None:
         """Forgets about gradients that no step was taken with."""
         self._bad = None
 
-    def admits(self, gradients: Gradients) -> bool:
+    def check(self, gradients: Gradients) -> bool:
         """Returns False if `gradients` are not finite; True may be left for `step` to see."""
         skips = getattr(self._base, "_step_supports_amp_scaling", False)
         if not (skips and all(gradient.is_cuda for _, gradient in gradients)):
-            return all_finite(gradients, self._spread)
-        self._bad = _any_not_finite(gradients, self._spread)
+            return all_finite(gradients, self._shard_context)
+        self._bad = _any_not_finite(gradients, self._shard_context)
         return True
 
     def step(self) -> None:
@@ -147,12 +151,12 @@ class FiniteGuard:
 
     def _count(self, bad: Tensor) -> None:
         """Counts a step of a graph that is left out; the host cannot be told of each."""
-        if self._left_out is None:
+        if self._skipped is None:
             raise RuntimeError(
                 "a step that is captured by hand cannot be checked: capture it by "
                 "torchcram.optim.graphs.GraphedStep, or take check_finite=False"
             )
-        self._left_out.add_(bad)
+        self._skipped.add_(bad)
 
     def _report(self) -> None:
         if self._earlier is None:

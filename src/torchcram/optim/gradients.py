@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from torchcram.optim.spread import Spread
+    from torchcram.optim.shard_context import ShardContext
 
 Gradients = list[tuple["Tensor", "Tensor"]]
 
@@ -49,7 +49,7 @@ def put_gradients(gradients: Gradients) -> None:
         parameter.grad = gradient
 
 
-def add_gradients(gradients: Gradients, spread: Spread) -> None:
+def add_gradients(gradients: Gradients, shard_context: ShardContext) -> None:
     """Adds gradients to what `.grad` holds."""
     ours, theirs = [], []
     for parameter, gradient in gradients:
@@ -59,7 +59,7 @@ def add_gradients(gradients: Gradients, spread: Spread) -> None:
         else:
             ours.append(second)
             theirs.append(gradient)
-    ours, theirs = spread.here(ours), spread.here(theirs)
+    ours, theirs = shard_context.here(ours), shard_context.here(theirs)
     pointers = [gradient.data_ptr() for gradient in theirs]
     for second, pointer in zip(ours, pointers, strict=True):
         if second.data_ptr() == pointer and pointer:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcram.layers import local_weights
 from torchcram.optim.cram import CrAM
-from torchcram.optim.draws import Draw
+from torchcram.optim.sampler import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,19 +57,19 @@ class GraphedStep:
             if "capturable" in group:
                 group["capturable"] = True
         cram = self._cram
-        draws = [Draw()] if cram is None else cram._draws.possible(cram.base_step_probability)
-        self._warm_up(model, draws)
+        plans = [StepPlan()] if cram is None else cram._sampler.possible(cram.base_step_probability)
+        self._warm_up(model, plans)
         if cram is not None:
             cram._guard.reset()  # pinned memory of the last step: none is to be freed in a capture
         pool = torch.cuda.graph_pool_handle()
-        self._graphs = {draw: self._capture(draw, pool) for draw in draws}
+        self._graphs = {plan: self._capture(plan, pool) for plan in plans}
         torch.cuda.synchronize(self._device)
 
     def __call__(self) -> None:
         """Takes one step; does not wait for the device."""
         cram = self._cram
-        draw = Draw() if cram is None else cram._draws.draw(cram.base_step_probability)
-        self._graphs[draw].replay()
+        plan = StepPlan() if cram is None else cram._sampler.draw(cram.base_step_probability)
+        self._graphs[plan].replay()
 
     def check(self) -> None:
         """Waits for the device.
@@ -78,34 +78,34 @@ class GraphedStep:
             FloatingPointError: if a step since the last call met a gradient that is not finite.
         """
         if self._cram is not None:
-            self._cram._guard.raise_if_left_out()
+            self._cram._guard.raise_if_skipped()
 
-    def _warm_up(self, model: nn.Module, draws: list[Draw]) -> None:
+    def _warm_up(self, model: nn.Module, plans: list[StepPlan]) -> None:
         current = torch.cuda.current_stream(self._device)
         side = torch.cuda.Stream(self._device)
         with _unchanged(model, self._optimizer, self._device):
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                for draw in draws:
+                for plan in plans:
                     for _ in range(WARM_UP):
-                        self._run(draw)
+                        self._run(plan)
             current.wait_stream(side)
 
-    def _capture(self, draw: Draw, pool: Any) -> torch.cuda.CUDAGraph:  # noqa: ANN401
+    def _capture(self, plan: StepPlan, pool: Any) -> torch.cuda.CUDAGraph:  # noqa: ANN401
         graph = torch.cuda.CUDAGraph()
         # relaxed: the tables of the kernels are made on another stream meanwhile
         with (
             _without_gc(),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
         ):
-            self._run(draw)
+            self._run(plan)
         return graph
 
-    def _run(self, draw: Draw) -> None:
+    def _run(self, plan: StepPlan) -> None:
         if self._cram is None:
             self._body()
             return
-        with self._cram._draws.arrange(draw):
+        with self._cram._sampler.arrange(plan):
             self._body()
 
 
@@ -122,9 +122,9 @@ def _without_gc() -> Iterator[None]:
 
 
 def _prepare(cram: CrAM, device: torch.device) -> None:
-    if cram._spread.sharded or isinstance(cram.model, DistributedDataParallel):
+    if cram._shard_context.sharded or isinstance(cram.model, DistributedDataParallel):
         raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
-    for operator in cram._draws.operators:
+    for operator in cram._sampler.operators:
         if operator.is_range:
             raise ValueError(f"{operator} is another operator at every step: not to be captured")
     if cram.check_finite:
@@ -140,7 +140,7 @@ def _unchanged(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
     held = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in held]
     states = {id(tensor): tensor.clone() for tensor in _state_tensors(optimizer)}
-    draws = optimizer._draws.state_dict() if isinstance(optimizer, CrAM) else None
+    sampled = optimizer._sampler.state_dict() if isinstance(optimizer, CrAM) else None
     random = torch.cuda.get_rng_state(device), torch.get_rng_state()
     try:
         yield
@@ -153,8 +153,8 @@ def _unchanged(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
                     tensor.copy_(states[id(tensor)])
                 else:
                     tensor.zero_()
-        if isinstance(optimizer, CrAM) and draws is not None:
-            optimizer._draws.rewind(draws, local_weights(optimizer.weights))
+        if isinstance(optimizer, CrAM) and sampled is not None:
+            optimizer._sampler.rewind(sampled, local_weights(optimizer.weights))
         optimizer.zero_grad()
         torch.cuda.set_rng_state(random[0], device)
         torch.set_rng_state(random[1])

@@ -15,7 +15,7 @@ from torchcram.messages import list_names
 from torchcram.operators import Chain, Operator, Sparsifier
 from torchcram.operators.chain import join
 from torchcram.pruners.calibration import Calibration, Loss
-from torchcram.sharded import is_sharded
+from torchcram.sharding import is_sharded
 from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torchcram.experiments.differences import flat
 from torchcram.experiments.recipe_changes import DISTILLED, FINETUNE
 from torchcram.experiments.results import Result
 from torchcram.report import summary
-from torchcram.report.summary import Spread, TargetSummary
+from torchcram.report.summary import ShardContext, TargetSummary
 
 COLOURS = 8  # that the style sheet has
 
@@ -30,7 +30,7 @@ class Run:
     result: Result
     label: str
     style: int
-    dense: Spread
+    dense: ShardContext
     rows: Mapping[str, TargetSummary]
 
     @property

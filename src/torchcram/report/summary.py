@@ -17,7 +17,7 @@ _PRUNERS = (Obs, Wanda, SparseGPT)  # after them, each in the order of its patte
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardContext:
     """A mean and, where there is more than one value, their standard deviation."""
 
     mean: float
@@ -44,9 +44,9 @@ class TargetSummary:
     operator: str
     sparsity: float
     model_sparsity: float
-    before: Spread
-    after: Spread
-    change: Spread
+    before: ShardContext
+    after: ShardContext
+    change: ShardContext
 
 
 def percent(fraction: float) -> str:
@@ -69,12 +69,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> ShardContext:
     """Returns the mean and the standard deviation."""
-    return Spread(mean(values), std(values))
+    return ShardContext(mean(values), std(values))
 
 
-def dense(result: Result) -> Spread:
+def dense(result: Result) -> ShardContext:
     """Returns the accuracy of the uncompressed models."""
     return spread([one.dense for one in result.seeds])
 
@@ -174,8 +174,8 @@ def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
     after = spread([target.after for target in targets])
     change = spread([target.after - dense for dense, target in found])
     if len(targets) == 1:
-        after = Spread(after.mean, targets[0].after_std)
-        change = Spread(change.mean, targets[0].after_std)
+        after = ShardContext(after.mean, targets[0].after_std)
+        change = ShardContext(change.mean, targets[0].after_std)
     return TargetSummary(
         operator=targets[0].operator,
         sparsity=mean([target.sparsity for target in targets]),

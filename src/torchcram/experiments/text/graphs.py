@@ -27,7 +27,7 @@ def can_be_captured(optimizer: Optimizer) -> bool:
     if not isinstance(optimizer, CrAM):
         return True
     ranges = any(one.is_range for one in optimizer.operators)
-    return not ranges and optimizer._draws.mask_interval == 1
+    return not ranges and optimizer._sampler.mask_interval == 1
 
 
 class TextGraphStep(EagerStep):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchcram import NM, GlobalTopK, Quantize, UniformTopK
 from torchcram.layers import Layout
-from torchcram.sharded import Part, block_maxima, complete_blocks, is_sharded, local, part_of
+from torchcram.sharding import Part, block_maxima, complete_blocks, is_sharded, local, part_of
 from torchcram.weights import LayerWeights
 
 

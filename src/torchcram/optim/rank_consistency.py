@@ -1,4 +1,4 @@
-"""Processes that train one model together have been given the same."""
+"""Checks that all ranks of a training were given the same model, operators and options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def require_alike(optimizer: CrAM) -> None:
     Raises:
         ValueError: on every process, with what differs and where.
     """
-    groups = [peers.group for peers in optimizer._spread.everyone] or _ddp_groups(optimizer.model)
+    groups = [peers.group for peers in optimizer._shard_context.everyone] or _ddp_groups(
+        optimizer.model
+    )
     if groups:
         _compare(optimizer, groups)
 
@@ -69,7 +71,7 @@ def _on_all(value: _Value, groups: list[Any]) -> dict[int, _Value]:
 
 def _given(optimizer: CrAM) -> Given:
     names = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
-    draws = optimizer._draws
+    sampler = optimizer._sampler
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         groups += [
@@ -91,9 +93,9 @@ def _given(optimizer: CrAM) -> Given:
         "rho": [repr(optimizer.rho)],
         "options": [
             *(f"{name}={getattr(optimizer, name)!r}" for name in options),
-            f"mask_interval={draws.mask_interval}",
+            f"mask_interval={sampler.mask_interval}",
         ],
-        "seeds": [repr(draws.seed)],
+        "seeds": [repr(sampler.seed)],
         "base optimizers": [type(optimizer.base).__name__],
         "weights": [f"{name} {_kind(weight)}" for name, weight in optimizer.weights.items()],
         "parameters": groups,

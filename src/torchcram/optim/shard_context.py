@@ -1,4 +1,4 @@
-"""How the parameters of a model are spread over processes."""
+"""How the parameters of a model are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram.optim.gradients import Gradients, norm
-from torchcram.sharded import all_peers, fsdp_modules, is_sharded, local, part_of, reshard
+from torchcram.sharding import all_peers, fsdp_modules, is_sharded, local, part_of, reshard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.sharded import Peers
+    from torchcram.sharding import Peers
 
 
-class Spread:
+class ShardContext:
     """What a step has to know of sharding, and nothing to do where there is none.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Which operator a step uses, and when its mask is computed anew."""
+"""Sampling: the operator that a step uses, and whether its mask is computed anew."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What a step is to be.
+class StepPlan:
+    """Plan of one step.
 
     Attributes:
-        plain: a plain step of the base optimizer.
-        operator: the one drawn, None for none.
-        level: the same, out of a range at one level.
-        anew: compute its masks anew rather than use those of its last use again.
+        plain: Whether it is a plain step of the base optimizer.
+        operator: Operator that was drawn; None for none.
+        level: Operator at one level, where the operator drawn is a range; else the same.
+        anew: Whether to compute the masks anew rather than to use those of the last use again.
     """
 
     plain: bool = False
@@ -36,7 +36,7 @@ class Draw:
     anew: bool = True
 
 
-class Draws:
+class OperatorSampler:
     """Draws operators from a generator of its own, so alike on every process.
 
     Every operator counts its own uses; at every `mask_interval`-th of them its mask is computed
@@ -46,13 +46,13 @@ class Draws:
     def __init__(self, operators: Sequence[Operator], mask_interval: int, seed: int) -> None:
         self.operators = tuple(operators)
         self.mask_interval = mask_interval
-        self._arranged: Draw | None = None  # what steps are, instead of what is drawn
+        self._arranged: StepPlan | None = None  # what steps are, instead of what is drawn
         self.seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._uses: Counter[Operator] = Counter()
         self._masks: dict[tuple[Operator, int], Masks] = {}  # by operator and pass of the rule
 
-    def draw(self, plain_probability: float) -> Draw:
+    def draw(self, plain_probability: float) -> StepPlan:
         """Draws what the next step is to be, and counts the use of its operator.
 
         An operator is drawn uniformly, out of a range its level too; a plain step has none.
@@ -61,45 +61,47 @@ class Draws:
             return self._arranged
         chance = torch.rand((), generator=self._generator) if plain_probability > 0 else 1
         if chance < plain_probability:
-            return Draw(plain=True)
+            return StepPlan(plain=True)
         if not self.operators:
-            return Draw()
+            return StepPlan()
         index = int(torch.randint(len(self.operators), (), generator=self._generator))
         operator = self.operators[index]
         anew = self._uses[operator] % self.mask_interval == 0
         self._uses[operator] += 1
-        return Draw(operator=operator, level=operator.draw(self._generator), anew=anew)
+        return StepPlan(operator=operator, level=operator.draw(self._generator), anew=anew)
 
-    def possible(self, plain_probability: float) -> list[Draw]:
-        """Returns all that `draw` may return, where no operator is a range."""
+    def possible(self, plain_probability: float) -> list[StepPlan]:
+        """Returns all plans that `draw` may return, where no operator is a range."""
         anew = (True,) if self.mask_interval == 1 else (True, False)
-        draws = [Draw(operator=one, level=one, anew=a) for one in self.operators for a in anew]
-        plain = [Draw(plain=True)] if plain_probability > 0 else []
-        return [*(draws or [Draw()]), *plain]
+        plans = [
+            StepPlan(operator=each, level=each, anew=a) for each in self.operators for a in anew
+        ]
+        plain = [StepPlan(plain=True)] if plain_probability > 0 else []
+        return [*(plans or [StepPlan()]), *plain]
 
     @contextmanager
-    def arrange(self, draw: Draw) -> Iterator[None]:
-        """Makes all steps in a `with` block what `draw` says, and counts none of them."""
-        self._arranged = draw
+    def arrange(self, plan: StepPlan) -> Iterator[None]:
+        """Makes all steps in a `with` block what `plan` says, and counts none of them."""
+        self._arranged = plan
         try:
             yield
         finally:
             self._arranged = None
 
     @torch.no_grad()
-    def compress_(self, draw: Draw, weights: Weights, *, at: int) -> Masks | None:
+    def compress_(self, plan: StepPlan, weights: Weights, *, at: int) -> Masks | None:
         """Replaces `weights` by C(weights) in pass `at`; returns the mask, new or kept."""
-        if draw.operator is None or draw.level is None:
+        if plan.operator is None or plan.level is None:
             return None
-        kept = self._masks.get((draw.operator, at))
-        if kept is not None and not draw.anew:
-            draw.operator.recompress_(weights, kept)
+        kept = self._masks.get((plan.operator, at))
+        if kept is not None and not plan.anew:
+            plan.operator.recompress_(weights, kept)
             return kept
-        masks = draw.level.compress_(weights)
+        masks = plan.level.compress_(weights)
         if self.mask_interval == 1 or masks is None:
             return masks
         if kept is None or kept.keys() != masks.keys():
-            self._masks[draw.operator, at] = masks
+            self._masks[plan.operator, at] = masks
             return masks
         # kept where they are: a captured graph finds them there
         torch._foreach_copy_(list(kept.values()), list(masks.values()))
