@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram import keys, selection
+from torchcram import selection
 from torchcram.selection import Shards, count_kept, keep_largest, keep_largest_each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -76,7 +76,7 @@ def test_each_tensor_by_itself(tensors, sparsity):
 
 
 def test_blocks_are_seamless(monkeypatch):
-    monkeypatch.setattr(keys, "BLOCK", 7)
+    monkeypatch.setattr(selection, "BLOCK", 7)
     tensors = [make("tied", (50,), torch.float32, 1), make("tied", (4, 11), torch.float32, 2)]
     for keep in range(0, 95, 5):
         expected = by_sorting(tensors, keep)

@@ -1,6 +1,7 @@
 """Exact selection of the largest magnitudes over many tensors: the only Top-K in the project.
 
-The k-th largest key, an integer that orders as the magnitude does, is found from the highest bits
+The key of a value is its bit pattern without the sign, an integer that orders as the magnitude does
+(infinities above all numbers, NaN above those). The k-th largest key is found from the highest bits
 down: count the keys by their next few bits, see which bin holds the k-th, go on within it. For many
 weights a sample first tells about where it is, and only keys near there are looked at twice. The
 weights are neither concatenated (beyond small ones, a block at a time) nor sorted, and the only
@@ -11,19 +12,26 @@ Of equal keys at the threshold those that come first are kept: tensor order, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchcram.keys import Blocks, block_size, comparable, key_bits, magnitude_keys, runs
 from torchcram.layers import Weights, part_here
 from torchcram.weights import cuda_kernels
 
 WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other processes
 SAMPLE = 1 << 16  # keys that tell about where the k-th is
 SMALL = 1 << 20  # elements up to which a sample is not worth it
+BLOCK = 1 << 20  # elements treated at a time, so that what is computed on the way stays small
+CUDA_BLOCKS = 16  # blocks in one on a GPU, where a wait costs more than memory
+_INTEGERS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float64: torch.int64,
+}
 
 
 class Shards(NamedTuple):
@@ -289,3 +297,68 @@ def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None
         return None
     select: Callable[..., list[Tensor]] = kernels.keep_largest
     return select if 0 not in [tensor.numel() for tensor in tensors] else None
+
+
+def magnitude_keys(tensor: Tensor) -> Tensor:
+    """Returns integers that order as the magnitudes of `tensor` do."""
+    integer = _integer(tensor.dtype)
+    return tensor.detach().view(integer) & torch.iinfo(integer).max
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _INTEGERS:
+        allowed = ", ".join(map(str, _INTEGERS))
+        raise ValueError(f"magnitudes of {dtype} cannot be ranked; allowed: {allowed}")
+    return _INTEGERS[dtype]
+
+
+def key_bits(tensors: Sequence[Tensor]) -> int:
+    """Returns how many bits a key of these tensors, all of one dtype, has."""
+    return torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
+
+
+def comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns `tensors` in one dtype, the smallest that holds all their values."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    for dtype in dtypes:
+        _integer(dtype)
+    if len(dtypes) == 1:
+        return tensors
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    return [tensor.to(wide) for tensor in tensors]
+
+
+class Blocks:
+    """The keys of `tensors`, a block at a time, as often as asked for."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for run in runs(self.tensors):
+            for block in _flat(run).split(block_size(run[0])):
+                yield magnitude_keys(block)
+
+
+def block_size(tensor: Tensor) -> int:
+    """Returns how many elements to treat at a time where `tensor` is."""
+    return BLOCK * CUDA_BLOCKS if tensor.is_cuda else BLOCK
+
+
+def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields tensors in order, small ones several at a time: no more than a block together."""
+    run: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if run and (size + tensor.numel() > block_size(tensor) or tensor.device != run[0].device):
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += tensor.numel()
+    if run:
+        yield run
+
+
+def _flat(run: Sequence[Tensor]) -> Tensor:
+    parts = [tensor.detach().reshape(-1) for tensor in run]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.keys import magnitude_keys
 from torchcram.layers import count_inputs, cut_inputs, local_weights, reduction_last
 from torchcram.messages import list_names, warn_caller
 from torchcram.operators.base import Sparsifier
+from torchcram.selection import magnitude_keys
 from torchcram.sharding import complete_blocks
 
 if TYPE_CHECKING:
