@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from torchcram import artifact, compress_, parse_operator
-from torchcram.artifact import choose
+from torchcram.artifact import encoder_search
 from torchcram.artifact.decode import decode
 
 
@@ -306,7 +306,7 @@ def test_only_verify_compares_the_long_checksum(whole, path):
 
 
 def test_what_does_not_come_back_as_it_was_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "decode", lambda parts, form: decode(parts, form) + 1)
+    monkeypatch.setattr(encoder_search, "decode", lambda parts, spec: decode(parts, spec) + 1)
     with pytest.raises(RuntimeError, match="does not come back as it was"):
         artifact.save({"weight": torch.randn(4, 4)}, tmp_path / "net")
     assert not list(tmp_path.iterdir())

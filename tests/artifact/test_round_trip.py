@@ -20,7 +20,7 @@ from torchcram import (
     compress,
     compress_,
 )
-from torchcram.artifact import places
+from torchcram.artifact import sparse_layout
 from torchcram.artifact.integers import same_bits
 from torchcram.layers import LayerWeights, Layout
 
@@ -289,7 +289,7 @@ def test_a_machine_without_the_library_reads_the_same(tmp_path, monkeypatch, ope
     compress_(model, operator)
     artifact.save(model, path)
     with monkeypatch.context() as patch:
-        patch.setattr(places, "expand_", lambda *_: False)
+        patch.setattr(sparse_layout, "expand_", lambda *_: False)
         same(artifact.load(path), model.state_dict())
     same(artifact.load(path), model.state_dict())
 

@@ -14,8 +14,7 @@ from torch import nn
 from fuzz.mutations import NUMBERS, change_bytes, change_data, value
 from torchcram import artifact, compress_, parse_operator
 from torchcram.artifact.decode import _expected
-from torchcram.artifact.encoding import DTYPES, parse_encoding
-from torchcram.artifact.form import Form
+from torchcram.artifact.encoding import DTYPES, TensorSpec, parse_encoding
 from torchcram.artifact.integers import same_bits
 
 CODES = {
@@ -204,16 +203,16 @@ def _make_entry(rng, manifest, parts):
     used_as = {} if groups is None else {"transposed": groups}
     if rng.random() < 0.3:
         used_as["stacked"] = True
-    form = Form(dtype=DTYPES[text], shape=tuple(shape), encoding=encoding, **used_as)
+    spec = TensorSpec(dtype=DTYPES[text], shape=tuple(shape), encoding=encoding, **used_as)
     entry = {"dtype": text, "shape": shape, "encoding": str(encoding), "crc32": 0, "sha256": ""}
     try:
-        expected = _expected(form)
+        expected = _expected(spec)
     except (ValueError, RuntimeError):  # such a tensor cannot be stored in this way
         expected = {}
     for key in [key for key in parts if key == name or key.startswith(f"{name}:")]:
         del parts[key]
     for part, (dtype, size) in expected.items():
-        size = rng.randrange(form.numel + 1) if size is None else size
+        size = rng.randrange(spec.numel + 1) if size is None else size
         data = _content(rng, part, size * dtype.itemsize)
         key = encoding.keys(name)[part]
         parts[key] = [CODES[str(dtype).removeprefix("torch.")], [size], data]

@@ -2,7 +2,7 @@
 
 from torchcram.artifact.encoding import Encoding
 from torchcram.artifact.manifest import Entry, Manifest
-from torchcram.artifact.reading import load, read_manifest, stream, verify
-from torchcram.artifact.writing import save
+from torchcram.artifact.reader import load, read_manifest, stream, verify
+from torchcram.artifact.writer import save
 
 __all__ = ["Encoding", "Entry", "Manifest", "load", "read_manifest", "save", "stream", "verify"]

@@ -1,13 +1,18 @@
-"""How a tensor is written: which places hold a stored value, and what these values are."""
+"""How a tensor is stored: the encoding, the tensor it is of, and the parts that are written."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from torchcram.artifact.bits import packed_size
+from torchcram.artifact.bits import pack, packed_size
+from torchcram.artifact.integers import Quantized, as_integers, wide
+from torchcram.artifact.sparse_layout import fill_up, index_width, write_indices, write_mask
+from torchcram.layers import LayerWeights, Layout, reduction_last
 
 MASK = "mask"
 _TEXT = re.compile(
@@ -113,6 +118,98 @@ def parse_encoding(text: str) -> Encoding:
     )
 
 
-def index_width(group: int) -> int:
-    """Returns how many bits a place within a group takes."""
-    return max(1, (group - 1).bit_length())
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Specification of a stored tensor: all that is needed to read its parts.
+
+    Attributes:
+        dtype: Type of the tensor.
+        shape: Shape of the tensor.
+        encoding: Encoding it is stored in.
+        transposed: Number of groups of a transposed convolution, where the encoding depends on what
+            its inputs and outputs are; 1 for other weights with their inputs before their outputs.
+        stacked: Whether dimension 0 is that of fused experts, where the encoding depends on it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    encoding: Encoding
+    transposed: int | None = None
+    stacked: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many values the tensor has."""
+        return math.prod(self.shape)
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The type in which scales are multiplied; without scales that of the tensor."""
+        return self.dtype if self.encoding.bits is None else wide(self.dtype)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether values are stored in the order in which they lie in memory."""
+        linear = len(self.shape) == 2 + self.stacked and self.transposed is None
+        return linear or not self.encoding.by_rows
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """(groups, outputs, *kernel positions, inputs)."""
+        return tuple(self.to_rows(torch.empty(self.shape, device="meta")).shape)
+
+    def to_rows(self, tensor: Tensor) -> Tensor:
+        """Views a tensor of this specification as its `rows`."""
+        return by_rows(tensor, layout(self.transposed, stacked=self.stacked))
+
+    def from_rows(self, flat: Tensor) -> Tensor:
+        """Returns values in the order of the rows as a tensor of this specification."""
+        inputs = 2 if self.transposed is None else 1
+        return flat.view(self.rows).movedim(-1, inputs).reshape(self.shape).contiguous()
+
+
+def layout(transposed: int | None, *, stacked: bool = False) -> Layout:
+    """Returns the layout that a specification stands for."""
+    return Layout(transposed=transposed is not None, groups=transposed or 1, stacked=stacked)
+
+
+def by_rows(tensor: Tensor, used_as: Layout) -> Tensor:
+    """Views a weight as (groups, outputs, *kernel positions, inputs).
+
+    Args:
+        tensor: of two dimensions or more.
+        used_as: How its layer uses it.
+    """
+    return reduction_last(LayerWeights({"": tensor}, {"": used_as}), "")
+
+
+def encode(
+    tensor: Tensor, spec: TensorSpec, quantized: Quantized | None = None
+) -> dict[str, Tensor]:
+    """Returns the parts that `decode` makes the tensor from.
+
+    Args:
+        tensor: Tensor to store, contiguous and on the CPU.
+        spec: Specification of the tensor, with the encoding it is stored in.
+        quantized: Integers and scales, for an encoding with bits.
+    """
+    encoding = spec.encoding
+    flat = (spec.to_rows(tensor) if encoding.by_rows else tensor).reshape(-1)
+    stored: dict[str, Tensor] = {}
+    kept = None
+    if encoding.places is not None:
+        kept = as_integers(flat) != 0  # -0.0 is no zero
+        if encoding.places == MASK:
+            stored["mask"] = write_mask(kept)
+        else:
+            kept = fill_up(kept, *encoding.pattern)
+            stored["indices"] = write_indices(kept, encoding.pattern[1])
+    if encoding.bits is None or quantized is None:
+        values = tensor if kept is None else flat[kept]
+        return {**stored, "values": values.to(encoding.values or tensor.dtype)}
+    codes = quantized.codes
+    if not encoding.by_rows:
+        codes = spec.from_rows(codes).view(-1)
+    codes = codes if kept is None else codes[kept]
+    codes = codes.view(torch.uint8).bitwise_and((1 << encoding.bits) - 1)
+    return {**stored, "integers": pack(codes, encoding.bits), "scales": quantized.scales}

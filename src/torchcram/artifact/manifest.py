@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torchcram.artifact.encoding import DTYPES, parse_encoding
-from torchcram.artifact.form import Form
+from torchcram.artifact.encoding import DTYPES, TensorSpec, parse_encoding
 
 FORMAT = 1
 """The version of the format that this library writes, and the newest that it reads."""
@@ -23,7 +22,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Form):
+class Entry(TensorSpec):
     """One tensor of a file.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from torchcram.artifact import integers as artifact_integers
-from torchcram.artifact.choose import SIZES
+from torchcram.artifact.encoder_search import SIZES
 from torchcram.artifact.integers import fit
 from torchcram.layers import count_inputs, layout_of, reduction_last
 from torchcram.operators import Quantize

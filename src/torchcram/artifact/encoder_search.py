@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from torchcram.artifact.decode import decode
-from torchcram.artifact.encode import encode
-from torchcram.artifact.encoding import MASK, Encoding
-from torchcram.artifact.form import Form, by_rows
+from torchcram.artifact.encoding import MASK, Encoding, TensorSpec, by_rows, encode
 from torchcram.artifact.integers import Quantized, as_integers, find_integers, same_bits
-from torchcram.artifact.places import most_kept
+from torchcram.artifact.sparse_layout import most_kept
 from torchcram.layers import PLAIN, Layout
 from torchcram.operators import NM, Operator, Quantize
 
@@ -69,7 +67,7 @@ def store(
     *,
     values: torch.dtype | None = None,
     used_as: Layout | None = None,
-) -> tuple[Form, dict[str, Tensor]]:
+) -> tuple[TensorSpec, dict[str, Tensor]]:
     """Stores a tensor in as few bytes as give it back bit for bit.
 
     Args:
@@ -93,17 +91,17 @@ def store(
             best = other
     if best.quantized is None and best.encoding.values is not None:
         tensor = _rounded(tensor, best.encoding.values)
-    form = Form(
+    spec = TensorSpec(
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
         encoding=best.encoding,
         transposed=best.used_as.groups if best.used_as.transposed else None,
         stacked=best.used_as.stacked,
     )
-    parts = encode(tensor, form, best.quantized)
-    if not bool(same_bits(decode(parts, form), tensor).all()):
+    parts = encode(tensor, spec, best.quantized)
+    if not bool(same_bits(decode(parts, spec), tensor).all()):
         raise RuntimeError(f"a tensor stored as {best.encoding} does not come back as it was")
-    return form, parts
+    return spec, parts
 
 
 def _layouts(tensor: Tensor) -> list[Layout]:

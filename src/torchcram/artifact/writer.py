@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchcram.artifact.choose import Hints, store
-from torchcram.artifact.encoding import DTYPES, Encoding
-from torchcram.artifact.form import Form
+from torchcram.artifact.embeddings import find_tables, round_tables
+from torchcram.artifact.encoder_search import Hints, store
+from torchcram.artifact.encoding import DTYPES, Encoding, TensorSpec
 from torchcram.artifact.manifest import MOST_DIMENSIONS, Entry, Manifest
 from torchcram.artifact.manifest import digest as digest_of
 from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
-from torchcram.artifact.tables import find_tables, round_tables
 from torchcram.files import let_read, written_aside
 from torchcram.layers import layout_of
 from torchcram.operators import Operator, Quantize
@@ -83,12 +82,12 @@ def save(
     entries = {}
     for name, tensor in tensors.items():
         value = tables.get(name, tensor).detach().cpu().contiguous()
-        form = Form(dtype=value.dtype, shape=tuple(value.shape), encoding=Encoding())
+        spec = TensorSpec(dtype=value.dtype, shape=tuple(value.shape), encoding=Encoding())
         stored = {"values": value}
         if _may_be_compressed(value):
             rounded_to = values if _is_rounded(name, value, known, tables) else None
             try:
-                form, stored = store(
+                spec, stored = store(
                     value,
                     rounding if name in tables else hints,
                     values=rounded_to,
@@ -96,8 +95,8 @@ def save(
                 )
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
-        entries[name] = Entry(**vars(form), crc32=crc32(stored), sha256=sha256(stored))
-        for part, key in form.encoding.keys(name).items():
+        entries[name] = Entry(**vars(spec), crc32=crc32(stored), sha256=sha256(stored))
+        for part, key in spec.encoding.keys(name).items():
             if key in parts or key == "__metadata__":
                 raise ValueError(f"{name!r} cannot be stored beside a tensor named {key!r}")
             parts[key] = _alone(stored[part], memory)

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
-from torchcram.artifact.encoding import index_width
 from torchcram.artifact.integers import as_integers
 from torchcram.kernels.cpu.expand import count_ones, expand_
 
 Array = npt.NDArray[np.bool_]
+
+
+def index_width(group: int) -> int:
+    """Returns how many bits a place within a group takes."""
+    return max(1, (group - 1).bit_length())
 
 
 def write_mask(kept: Tensor) -> Tensor:
