@@ -21,8 +21,8 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 from torchmetrics import MeanMetric  # noqa: E402
 
-from torchcram.integrations import lightning as integration  # noqa: E402
 from torchcram.integrations.lightning import CompressedPass  # noqa: E402
+from torchcram.integrations.lightning import compressed_pass as integration  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

@@ -12,8 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from torchcram.integrations.adapters import refuse_unused_parameters
-from torchcram.integrations.lightning_apart import Apart, LetsGo, ignore, shallow
-from torchcram.integrations.lightning_validation import CompressedValidation
+from torchcram.integrations.lightning.isolation import Apart, LetsGo, ignore, shallow
 from torchcram.optim import CrAM
 from torchcram.optim.randomness import Randomness
 from torchcram.optim.rank_consistency import require_alike_everywhere
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch import Tensor
     from torch.amp import GradScaler
-
-__all__ = ["CompressedPass", "CompressedValidation"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchcram.batchnorm import tune_batchnorm_
-from torchcram.integrations.lightning_apart import shallow
+from torchcram.integrations.lightning.isolation import shallow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

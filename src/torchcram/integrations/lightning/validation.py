@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from torchcram.integrations.compressed import compressed_to
-from torchcram.integrations.lightning_apart import Apart, LetsGo, Logged, ignore, shallow
-from torchcram.integrations.lightning_batchnorm import batch_norms, tune
+from torchcram.integrations.lightning.batchnorm import batch_norms, tune
+from torchcram.integrations.lightning.isolation import Apart, LetsGo, Logged, ignore, shallow
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import CrAM
 from torchcram.weights import Weights, compressible_weights
