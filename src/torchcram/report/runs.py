@@ -10,7 +10,7 @@ from torchcram.experiments.differences import flat
 from torchcram.experiments.recipe_changes import DISTILLED, FINETUNE
 from torchcram.experiments.results import Result
 from torchcram.report import summary
-from torchcram.report.summary import ShardContext, TargetSummary
+from torchcram.report.summary import MeanStd, TargetSummary
 
 COLOURS = 8  # that the style sheet has
 
@@ -30,7 +30,7 @@ class Run:
     result: Result
     label: str
     style: int
-    dense: ShardContext
+    dense: MeanStd
     rows: Mapping[str, TargetSummary]
 
     @property

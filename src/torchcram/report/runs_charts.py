@@ -9,7 +9,7 @@ from typing import Any
 
 from torchcram.experiments.score import ACCURACY
 from torchcram.report.runs import Run
-from torchcram.report.summary import ShardContext, on_the_axis, percent, points, tuned
+from torchcram.report.summary import MeanStd, on_the_axis, percent, points, tuned
 
 FLOOR = -10.0  # points; what lost more leaves the frame, so that small changes can be seen
 
@@ -125,7 +125,7 @@ def _points(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _percent(value: ShardContext) -> str:
+def _percent(value: MeanStd) -> str:
     return f"{value} %"
 
 

@@ -17,7 +17,7 @@ _PRUNERS = (Obs, Wanda, SparseGPT)  # after them, each in the order of its patte
 
 
 @dataclass(frozen=True)
-class ShardContext:
+class MeanStd:
     """A mean and, where there is more than one value, their standard deviation."""
 
     mean: float
@@ -44,9 +44,9 @@ class TargetSummary:
     operator: str
     sparsity: float
     model_sparsity: float
-    before: ShardContext
-    after: ShardContext
-    change: ShardContext
+    before: MeanStd
+    after: MeanStd
+    change: MeanStd
 
 
 def percent(fraction: float) -> str:
@@ -69,12 +69,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
-def spread(values: Sequence[float]) -> ShardContext:
+def spread(values: Sequence[float]) -> MeanStd:
     """Returns the mean and the standard deviation."""
-    return ShardContext(mean(values), std(values))
+    return MeanStd(mean(values), std(values))
 
 
-def dense(result: Result) -> ShardContext:
+def dense(result: Result) -> MeanStd:
     """Returns the accuracy of the uncompressed models."""
     return spread([one.dense for one in result.seeds])
 
@@ -174,8 +174,8 @@ def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
     after = spread([target.after for target in targets])
     change = spread([target.after - dense for dense, target in found])
     if len(targets) == 1:
-        after = ShardContext(after.mean, targets[0].after_std)
-        change = ShardContext(change.mean, targets[0].after_std)
+        after = MeanStd(after.mean, targets[0].after_std)
+        change = MeanStd(change.mean, targets[0].after_std)
     return TargetSummary(
         operator=targets[0].operator,
         sparsity=mean([target.sparsity for target in targets]),

@@ -17,7 +17,7 @@ from torchcram.experiments.seeds import global_seed, mixed, seeded
 MAX_WORKERS = 16
 MARGIN = 256 / 224  # short side of a test image before its centre is cut out, in sizes
 
-StepPlan = tuple[int, int]  # which image, and the seed of its augmentation
+AugmentedIndex = tuple[int, int]  # which image, and the seed of its augmentation
 
 
 class StreamBatches:
@@ -94,7 +94,7 @@ class StreamBatches:
             yield values, labels.to(self._device, non_blocking=True)
 
 
-class _Plan(Sampler[list[StepPlan]]):
+class _Plan(Sampler[list[AugmentedIndex]]):
     """Which images make up the batches of an epoch, each with a seed."""
 
     def __init__(self, count: int, batch_size: int, seed: int, train: bool, part: Part) -> None:
@@ -108,7 +108,7 @@ class _Plan(Sampler[list[StepPlan]]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[list[StepPlan]]:
+    def __iter__(self) -> Iterator[list[AugmentedIndex]]:
         order = torch.arange(self._count)
         if self._train:
             order = torch.randperm(self._count, generator=seeded(self._seed, self.epoch))
@@ -130,8 +130,8 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
             cut = [v2.Resize(round(image_size * MARGIN)), v2.CenterCrop(image_size)]
         self._transform = v2.Compose([*cut, v2.PILToTensor()])
 
-    def __getitem__(self, draw: StepPlan) -> tuple[Tensor, int]:
-        place, seed = draw
+    def __getitem__(self, index: AugmentedIndex) -> tuple[Tensor, int]:
+        place, seed = index
         image = decode(self._pictures[place])
         with global_seed(seed):  # which torchvision draws by
             return self._transform(image), int(self._labels[place])
