@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torchcram import Operator, parse_operator
 from torchcram.experiments.structure import BadValue
-from torchcram.operators.parse import SYNTAX
+from torchcram.operators.parse import operator_syntax
 from torchcram.pruners import parse_pruner
-from torchcram.pruners.parse import SYNTAX as PRUNERS
+from torchcram.pruners.parse import pruner_syntax
 
 
 def read_operators(
@@ -36,8 +36,8 @@ def read_operator(
         return read(text)
     except ValueError as error:
         problem = str(error).partition("; allowed: ")[0]
-        also = f"; {PRUNERS}" if read is parse_pruner else ""
-        raise BadValue(key, f"is no {problem}", SYNTAX + also) from None
+        also = f"; {pruner_syntax()}" if read is parse_pruner else ""
+        raise BadValue(key, f"is no {problem}", operator_syntax() + also) from None
 
 
 def require_pattern(key: str, pattern: str | None) -> None:
