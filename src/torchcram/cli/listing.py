@@ -97,10 +97,10 @@ def _recipes(text: str) -> Listing:
 
 
 def _models(text: str) -> Listing:
-    from torchcram.experiments.models import model_names
+    from torchcram.experiments.models import FORMS, model_names
     from torchcram.experiments.text.names import ALLOWED
 
-    return ("model",), _with([(name,) for name in [*model_names(), *ALLOWED]], text)
+    return ("model",), _with([(name,) for name in [*model_names(), *FORMS, *ALLOWED]], text)
 
 
 def _datasets(text: str) -> Listing:

@@ -51,7 +51,9 @@ def build_initial_model(
         pretrained = recipe.model.pretrained
     with global_seed(seed):
         if recipe.text is None:
-            model = build_model(recipe.model.name, classes=classes, pretrained=pretrained)
+            model = build_model(
+                recipe.model.name, classes=classes, pretrained=pretrained, args=recipe.model.args
+            )
         else:
             from torchcram.experiments.text.models import build_text_model
 
@@ -175,6 +177,8 @@ def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
 
 def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameters to train")
     fused = True if parameters[0].is_cuda else None  # None: torch chooses
     if config.name == "sgd":
         return SGD(

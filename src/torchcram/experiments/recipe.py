@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchcram.experiments import yaml_text
+from torchcram.experiments.models import short_name, with_absolute_path
 from torchcram.experiments.recipe_config import (
     CompressConfig,
     CramConfig,
@@ -130,6 +131,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Loads a recipe.
 
     A file of the user's that does not say its name is called after its data, its model and itself.
+    The path of a file in `model.name` is relative to the recipe's file, or to the working folder in
+    `overrides`; it becomes absolute. No code of a model is run.
 
     Args:
         name_or_path: one of `recipe_names()`, or a file that ends in .yaml.
@@ -180,6 +183,7 @@ def _read(source: _Source, before: tuple[str, ...]) -> tuple[Any, list[str]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{source.where} is not UTF-8: {error}") from None
     data = yaml_text.parse(text, source.where)
+    _resolve_model_(data, source)
     if not isinstance(data, dict) or "extends" not in data:
         return data, [source.where]
     try:
@@ -190,6 +194,15 @@ def _read(source: _Source, before: tuple[str, ...]) -> tuple[Any, list[str]]:
     if isinstance(below, dict):
         below.pop("name", None)  # two recipes of one name would share their results
     return yaml_text.merged(below, data), [source.where, *read]
+
+
+def _resolve_model_(data: object, source: _Source) -> None:
+    """Makes the path of a model's file absolute; it is relative to the file of the recipe."""
+    model = data.get("model") if isinstance(data, dict) else None
+    if not isinstance(model, dict) or not isinstance(source.file, Path):
+        return
+    if isinstance(model.get("name"), str):
+        model["name"] = with_absolute_path(model["name"], source.file.parent)
 
 
 def _packaged() -> Traversable:
@@ -209,5 +222,5 @@ def _name_for(data: Mapping[str, Any], source: _Source) -> str:
     for section in ("model", "data"):
         found = data.get(section)
         name = found.get("name") if isinstance(found, dict) else None
-        parts.insert(0, str(name).rstrip("/").split("/")[-1])
+        parts.insert(0, short_name(str(name)))
     return "/".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).lstrip("._-") for part in parts)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchcram.experiments.data.augment import AUGMENTS, STREAMED
 from torchcram.experiments.distill import DistillConfig
-from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
+from torchcram.experiments.models import (
+    FORMS,
+    TIMM,
+    TORCHVISION,
+    is_model_name,
+    own_model_names,
+    takes_args,
+    with_absolute_path,
+)
 from torchcram.experiments.recipe_checks import read_operator, read_operators, require_pattern
 from torchcram.experiments.structure import UNLESS_DEFAULT, require, require_one_of
 from torchcram.experiments.text.config import StopConfig
@@ -49,23 +59,42 @@ class ModelConfig:
     """Which model to train, and from what.
 
     Attributes:
-        name: of the model.
-        pretrained: start from the weights that torchvision or Transformers has for it.
+        name: of the model; the path of a file in it is made absolute.
+        pretrained: start from the weights that torchvision, timm or Transformers has for it.
         freeze: a regular expression; parameters in whose names it is found are not trained.
+        args: Keyword arguments for a model of timm or of a factory.
     """
 
     name: str
     pretrained: bool = False
     freeze: str | None = field(default=None, metadata=UNLESS_DEFAULT)
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         text = is_text_model(self.name)
         if not is_model_name(self.name) and not text:
-            names = [*own_model_names(), f"{TORCHVISION}NAME", *ALLOWED]
+            names = [*own_model_names(), f"{TORCHVISION}NAME", *FORMS, *ALLOWED]
             require_one_of("name", self.name, names)
-        known = not self.pretrained or text or self.name.startswith(TORCHVISION)
+        object.__setattr__(self, "name", with_absolute_path(self.name))
+        known = not self.pretrained or text or self.name.startswith((TORCHVISION, TIMM))
         require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
         require_pattern("freeze", self.freeze)
+        self._check_args()
+
+    def _check_args(self) -> None:
+        if self.args is None:
+            return
+        allowed = f"null, as model.name is {self.name!r}"
+        require(takes_args(self.name), "args", self.args, allowed)
+        for key in ("num_classes", "pretrained"):
+            allowed = "other arguments: the data says num_classes, model.pretrained the other"
+            require(key not in self.args, f"args.{key}", self.args.get(key), allowed)
+        try:
+            same = json.loads(json.dumps(self.args, allow_nan=False)) == self.args
+        except (TypeError, ValueError):
+            same = False
+        allowed = "texts, finite numbers, true, false, null, and lists and sections of them"
+        require(same, "args", self.args, allowed)
 
 
 @dataclass(frozen=True)
