@@ -101,8 +101,13 @@ def test_a_packages_model_goes_through_every_command(tmp_path, monkeypatch, name
 
 def test_the_model_and_the_recipe_of_the_guide_train():
     (code,) = [block for block in blocks(ROOT / "CONTRIBUTING.md") if "def mlp" in block]
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    recipe = "".join(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     Path("nets.py").write_text(code)
     Path("mine.yaml").write_text(recipe)
     succeed("train", "mine.yaml", "--epochs", 1, "--set", "compress.to=[global:0.5]")
-    assert Path("runs/digits/nets-mlp/mine/seed0/model.safetensors").is_file()
+    run = Path("runs/digits/nets-mlp/mine/seed0")
+    assert (run / "model.safetensors").is_file()
+    said = read_result(run / "result.json").recipe
+    assert said["model"]["args"] == {"width": 128}
+    assert (said["optimizer"]["name"], said["schedule"]["name"]) == ("RMSprop", "StepLR")

@@ -23,6 +23,7 @@ from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.texts import TextSet
+from torchcram.experiments.torch_names import make_optimizer
 from torchcram.optim.rules import RULES
 
 if TYPE_CHECKING:
@@ -191,4 +192,10 @@ def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         )
     if config.name == "adamw":
         return AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    raise ValueError(f"optimizer {config.name!r}: allowed are 'sgd' and 'adamw'")
+    return make_optimizer(
+        config.name,
+        parameters,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        args=config.args or {},
+    )

@@ -25,9 +25,18 @@ from torchcram.experiments.recipe_config import (
     TrainConfig,
 )
 from torchcram.experiments.score import ACCURACY
-from torchcram.experiments.structure import UNLESS_DEFAULT, build, did_you_mean, plain, require
+from torchcram.experiments.structure import (
+    UNLESS_DEFAULT,
+    BadValue,
+    build,
+    did_you_mean,
+    plain,
+    require,
+    shown,
+)
 from torchcram.experiments.text.config import TextConfig, require_kind
 from torchcram.experiments.text.tasks import TASKS
+from torchcram.experiments.torch_names import SCHEDULERS, learning_rates
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -78,10 +87,26 @@ class Recipe:
         epochs, warmup = self.train.epochs, self.schedule.warmup_epochs
         allowed = f"at most train.epochs, which is {epochs}"
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
+        self._check_schedule()
         require_kind(self.text, self.model.name)
         if self.text is not None:
             require(self.data.augment == "none", "data.augment", self.data.augment, "none")
             require(self.data.image_size is None, "data.image_size", self.data.image_size, "null")
+
+    def _check_schedule(self) -> None:
+        """Refuses a scheduler of torch that ends before the training, or that cannot count."""
+        schedule, epochs = self.schedule, self.train.epochs - self.schedule.warmup_epochs
+        if schedule.name not in SCHEDULERS or schedule.interval != "epoch":
+            return
+        allowed = "step, as train.early_stopping tests several times in an epoch"
+        stops = self.train.early_stopping is not None
+        require(not stops, "schedule.interval", schedule.interval, allowed)
+        try:
+            learning_rates(schedule.name, schedule.args or {}, lr=self.optimizer.lr, count=epochs)
+        except ValueError as error:
+            problem = f"is {shown(schedule.args)}: {error}"
+            allowed = f"arguments for {epochs} epochs"
+            raise BadValue("schedule.args", problem, allowed) from None
 
     @property
     def metric(self) -> str:
