@@ -1,6 +1,7 @@
 """Shared settings: kernels are interpreted where there is no GPU, random numbers start anew."""
 
 import os
+import pkgutil
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small nets, several processes at a time
 
@@ -14,3 +15,11 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _registries(monkeypatch):
+    """Operators and pruners that a test registers are gone after it."""
+    for name in ("torchcram.operators.registry.OPERATORS", "torchcram.pruners.parse.PRUNERS"):
+        registry = pkgutil.resolve_name(name)
+        monkeypatch.setattr(registry, "kinds", dict(registry.kinds))

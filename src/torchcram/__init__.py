@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Sparsifier,
         UniformTopK,
         parse_operator,
+        register_operator,
     )
     from torchcram.optim import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, CrAM, UpdateRule
     from torchcram.weights import (
@@ -67,6 +68,7 @@ __all__ = [
     "hold_masks",
     "masks_of",
     "parse_operator",
+    "register_operator",
     "sparsity",
     "tune_batchnorm_",
 ]

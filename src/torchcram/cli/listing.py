@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -97,10 +97,10 @@ def _recipes(text: str) -> Listing:
 
 
 def _models(text: str) -> Listing:
-    from torchcram.experiments.models import model_names
+    from torchcram.experiments.models import FORMS, model_names
     from torchcram.experiments.text.names import ALLOWED
 
-    return ("model",), _with([(name,) for name in [*model_names(), *ALLOWED]], text)
+    return ("model",), _with([(name,) for name in [*model_names(), *FORMS, *ALLOWED]], text)
 
 
 def _datasets(text: str) -> Listing:
@@ -114,7 +114,25 @@ def _datasets(text: str) -> Listing:
 
 
 def _operators(text: str) -> Listing:
-    return ("operator", "example", "what it does"), _with(OPERATORS, text)
+    rows = [*OPERATORS, *_registered()]
+    return ("operator", "example", "what it does"), _with(rows, text)
+
+
+def _registered() -> Iterator[tuple[str, str, str]]:
+    """Yields a row for every operator and pruner of other packages, the broken ones too."""
+    from torchcram.operators.registry import OPERATORS as REGISTERED
+    from torchcram.pruners.parse import PRUNERS
+
+    for names, form in ((REGISTERED, "{}:..."), (PRUNERS, "{}@PATTERN")):
+        for name in names.names():
+            try:
+                kind = names.find(name)
+            except ValueError as error:
+                yield form.format(name), "", str(error)
+                continue
+            first, *_ = (kind.__doc__ or "").strip().splitlines() or [""]
+            before = "" if names is REGISTERED else "pruner: "
+            yield form.format(name), "", f"{before}{first}"
 
 
 def _with(rows: Sequence[Row], text: str) -> list[Row]:

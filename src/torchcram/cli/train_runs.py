@@ -178,10 +178,15 @@ def _train(
 def _start(folder: Path, recipe: Recipe, data: AnyData) -> Start:
     """Returns the weights of a finished run, for a training of the same model."""
     trained = load_trained(folder, torch.device("cpu"))
-    if trained.recipe.model.name != recipe.model.name:
+    ours, theirs = recipe.model, trained.recipe.model
+    if ours.name != theirs.name:
         raise ValueError(
-            f"--from {folder}: its model is {trained.recipe.model.name!r}, that of {recipe.name} "
-            f"is {recipe.model.name!r}"
+            f"--from {folder}: its model is {theirs.name!r}, that of {recipe.name} is {ours.name!r}"
+        )
+    if (ours.args or {}) != (theirs.args or {}):
+        raise ValueError(
+            f"--from {folder}: its model.args is {theirs.args!r}, that of {recipe.name} is "
+            f"{ours.args!r}"
         )
     known, needed = len(trained.info.data.classes), len(data.classes)
     if known != needed:

@@ -23,6 +23,7 @@ from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.team import ALONE, Team
 from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.texts import TextSet
+from torchcram.experiments.torch_names import make_optimizer
 from torchcram.optim.rules import RULES
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def build_initial_model(
         pretrained = recipe.model.pretrained
     with global_seed(seed):
         if recipe.text is None:
-            model = build_model(recipe.model.name, classes=classes, pretrained=pretrained)
+            model = build_model(
+                recipe.model.name, classes=classes, pretrained=pretrained, args=recipe.model.args
+            )
         else:
             from torchcram.experiments.text.models import build_text_model
 
@@ -175,6 +178,8 @@ def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
 
 def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameters to train")
     fused = True if parameters[0].is_cuda else None  # None: torch chooses
     if config.name == "sgd":
         return SGD(
@@ -187,4 +192,10 @@ def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         )
     if config.name == "adamw":
         return AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    raise ValueError(f"optimizer {config.name!r}: allowed are 'sgd' and 'adamw'")
+    return make_optimizer(
+        config.name,
+        parameters,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        args=config.args or {},
+    )

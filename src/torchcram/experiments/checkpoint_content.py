@@ -68,8 +68,8 @@ def _require_moments(states: Mapping[Any, Any], optimizer: Optimizer) -> None:
     """Refuses state of parameters that the base optimizer would fail on, or that is not its own."""
     base: Optimizer = getattr(optimizer, "base", optimizer)
     parameters = [p for group in base.param_groups for p in group["params"]]
-    shaped = _names_in_state(base)
-    if shaped and not states:
+    shapes = {parameter.shape: _state_shapes(base, parameter.shape) for parameter in parameters}
+    if any(shapes.values()) and not states:
         raise ValueError("its state of the optimizer is empty")
     for number, given in states.items():
         if type(number) is not int or not 0 <= number < len(parameters):
@@ -77,13 +77,16 @@ def _require_moments(states: Mapping[Any, Any], optimizer: Optimizer) -> None:
                 f"its optimizer has a parameter {number!r:.80}, and here are {len(parameters)}"
             )
         entries = _mapping(given, f"state of parameter {number}")
+        parameter = parameters[number]
+        shaped = shapes[parameter.shape]
         present = {name for name, value in entries.items() if value is not None}
         if missing := shaped.keys() - present:
             raise ValueError(f"its state of parameter {number} has no {min(missing)!r}")
-        for name, same_shape in shaped.items():
-            value, parameter = entries[name], parameters[number]
+        for name, shape in shaped.items():
+            value = entries[name]
             fits = isinstance(value, Tensor) and value.is_floating_point() and not value.is_sparse
-            if not fits or (value.shape != parameter.shape if same_shape else value.numel() != 1):
+            number_like = shape != parameter.shape and shape.numel() == 1
+            if not fits or (value.numel() != 1 if number_like else value.shape != shape):
                 what = _form(value) if isinstance(value, Tensor) else f"{value!r:.80}"
                 raise ValueError(
                     f"its {name!r} of parameter {number} is {what}, and the parameter "
@@ -91,19 +94,19 @@ def _require_moments(states: Mapping[Any, Any], optimizer: Optimizer) -> None:
                 )
 
 
-def _names_in_state(base: Optimizer) -> dict[str, bool]:
-    """Returns what an optimizer keeps for a parameter, and whether that has its shape.
+def _state_shapes(base: Optimizer, shape: torch.Size) -> dict[str, torch.Size]:
+    """Returns the shapes of what an optimizer keeps for a parameter of a shape; () for numbers.
 
     torch does not say; a step on a parameter of zeros shows it.
     """
-    probe = torch.nn.Parameter(torch.zeros(2, 3))
-    probe.grad = torch.zeros(2, 3)
+    probe = torch.nn.Parameter(torch.zeros(shape))
+    probe.grad = torch.zeros(shape)
     accepted = inspect.signature(type(base)).parameters
     options = {name: value for name, value in base.defaults.items() if name in accepted}
     twin = type(base)([probe], **options)
     twin.step()
     return {
-        name: isinstance(value, Tensor) and value.shape == probe.shape
+        name: value.shape if isinstance(value, Tensor) else torch.Size(())
         for name, value in twin.state[probe].items()
         if value is not None
     }

@@ -101,12 +101,18 @@ def require_fit(model: nn.Module, recipe: Recipe, data: AnyData, *, device: torc
         return
     shape = image_shape(recipe, data)
     try:
-        model.eval()(torch.zeros(1, *shape, device=device))
+        scores = model.eval()(torch.zeros(1, *shape, device=device))
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"model {recipe.model.name!r} does not take the images of {data.name!r}, "
             f"{'x'.join(map(str, shape))}: {error}"
         ) from error
+    given = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+    if given != (1, len(data.classes)):
+        raise ValueError(
+            f"model {recipe.model.name!r} gives {given} for an image of {data.name!r}; allowed: a "
+            f"tensor of shape {(1, len(data.classes))}, a score for every class"
+        )
 
 
 def score_on_test(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from torchcram.experiments.data import ResidentBatches
 from torchcram.experiments.step import Batches, EagerStep, Step
 from torchcram.experiments.text.batches import TextBatches
 from torchcram.experiments.text.graphs import TextGraphStep, can_be_captured
+from torchcram.experiments.torch_names import is_capturable
+from torchcram.messages import warn_caller
 from torchcram.optim.graphs import GraphedStep
 
 if TYPE_CHECKING:
@@ -35,8 +38,9 @@ def make_step(
 ) -> Step:
     """Returns the fastest way to take steps: as CUDA graphs where that is possible.
 
-    It is with images or texts that live on the GPU, unless an operator is a range or several
-    processes train together.
+    It is with images or texts that live on the GPU, unless an operator is a range, several
+    processes train together, or the base optimizer is another than SGD, Adam and AdamW, of which a
+    warning tells.
 
     Args:
         model: on `device`.
@@ -49,15 +53,26 @@ def make_step(
             texts, whose batches have many lengths.
     """
     ranges = isinstance(optimizer, CrAM) and any(one.is_range for one in optimizer.operators)
-    alone = not isinstance(model, DistributedDataParallel)
-    if device.type == "cuda" and isinstance(batches, ResidentBatches) and alone and not ranges:
+    alone = device.type == "cuda" and not isinstance(model, DistributedDataParallel)
+    images = alone and isinstance(batches, ResidentBatches) and not ranges
+    texts = alone and isinstance(batches, TextBatches) and can_be_captured(optimizer)
+    if (images or texts) and not is_capturable(optimizer):
+        _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
+    elif images and isinstance(batches, ResidentBatches):
         return GraphStep(
             model, optimizer, batches, config, device, teacher=teacher, compiled=compiled
         )
-    capturable = device.type == "cuda" and alone and can_be_captured(optimizer)
-    if capturable and isinstance(batches, TextBatches):
+    elif texts and isinstance(batches, TextBatches):
         return TextGraphStep(model, optimizer, batches, config, device, teacher=teacher)
     return EagerStep(model, optimizer, batches, config, device, teacher=teacher)
+
+
+@functools.cache
+def _warn_eager(name: str) -> None:
+    warn_caller(
+        f"steps of {name} are not captured as CUDA graphs and run eagerly; those of SGD without "
+        "dampening, Adam and AdamW are captured"
+    )
 
 
 class GraphStep(EagerStep):

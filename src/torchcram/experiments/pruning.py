@@ -14,7 +14,7 @@ from torchcram.experiments.build import build_batches, target_weights
 from torchcram.experiments.seeds import mixed
 from torchcram.experiments.step import autocast, loss_of
 from torchcram.experiments.team import ALONE, Team
-from torchcram.pruners import Obs, Pruner, prune_
+from torchcram.pruners import Pruner, prune_
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,8 +43,8 @@ def pruned(
     """Returns a copy of a model that a pruner has compressed, and the seconds that it took.
 
     It looks at training batches as the recipe has them, augmented, with the loss of the recipe: for
-    `Obs` one for each of its gradients, drawn from as many epochs as that takes, and for the others
-    as many as `compress.calibration_samples` needs.
+    `Obs`, and others with an option `gradients`, one for each of them, drawn from as many epochs as
+    that takes, and for the rest as many as `compress.calibration_samples` needs.
 
     Args:
         model: on `device`; it stays as it is.
@@ -82,7 +82,7 @@ def pruned(
 
 
 def _batches_for(operator: Operator, few: int) -> int:
-    return max(part.gradients if isinstance(part, Obs) else few for part in operator.parts)
+    return max(getattr(part, "gradients", few) for part in operator.parts)
 
 
 class _Some:

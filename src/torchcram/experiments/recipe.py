@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchcram.experiments import yaml_text
+from torchcram.experiments.models import short_name, with_absolute_path
 from torchcram.experiments.recipe_config import (
     CompressConfig,
     CramConfig,
@@ -24,9 +25,18 @@ from torchcram.experiments.recipe_config import (
     TrainConfig,
 )
 from torchcram.experiments.score import ACCURACY
-from torchcram.experiments.structure import UNLESS_DEFAULT, build, did_you_mean, plain, require
+from torchcram.experiments.structure import (
+    UNLESS_DEFAULT,
+    BadValue,
+    build,
+    did_you_mean,
+    plain,
+    require,
+    shown,
+)
 from torchcram.experiments.text.config import TextConfig, require_kind
 from torchcram.experiments.text.tasks import TASKS
+from torchcram.experiments.torch_names import SCHEDULERS, learning_rates
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -77,10 +87,26 @@ class Recipe:
         epochs, warmup = self.train.epochs, self.schedule.warmup_epochs
         allowed = f"at most train.epochs, which is {epochs}"
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
+        self._check_schedule()
         require_kind(self.text, self.model.name)
         if self.text is not None:
             require(self.data.augment == "none", "data.augment", self.data.augment, "none")
             require(self.data.image_size is None, "data.image_size", self.data.image_size, "null")
+
+    def _check_schedule(self) -> None:
+        """Refuses a scheduler of torch that ends before the training, or that cannot count."""
+        schedule, epochs = self.schedule, self.train.epochs - self.schedule.warmup_epochs
+        if schedule.name not in SCHEDULERS or schedule.interval != "epoch":
+            return
+        allowed = "step, as train.early_stopping tests several times in an epoch"
+        stops = self.train.early_stopping is not None
+        require(not stops, "schedule.interval", schedule.interval, allowed)
+        try:
+            learning_rates(schedule.name, schedule.args or {}, lr=self.optimizer.lr, count=epochs)
+        except ValueError as error:
+            problem = f"is {shown(schedule.args)}: {error}"
+            allowed = f"arguments for {epochs} epochs"
+            raise BadValue("schedule.args", problem, allowed) from None
 
     @property
     def metric(self) -> str:
@@ -130,6 +156,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Loads a recipe.
 
     A file of the user's that does not say its name is called after its data, its model and itself.
+    The path of a file in `model.name` is relative to the recipe's file, or to the working folder in
+    `overrides`; it becomes absolute. No code of a model is run.
 
     Args:
         name_or_path: one of `recipe_names()`, or a file that ends in .yaml.
@@ -180,6 +208,7 @@ def _read(source: _Source, before: tuple[str, ...]) -> tuple[Any, list[str]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{source.where} is not UTF-8: {error}") from None
     data = yaml_text.parse(text, source.where)
+    _resolve_model_(data, source)
     if not isinstance(data, dict) or "extends" not in data:
         return data, [source.where]
     try:
@@ -190,6 +219,15 @@ def _read(source: _Source, before: tuple[str, ...]) -> tuple[Any, list[str]]:
     if isinstance(below, dict):
         below.pop("name", None)  # two recipes of one name would share their results
     return yaml_text.merged(below, data), [source.where, *read]
+
+
+def _resolve_model_(data: object, source: _Source) -> None:
+    """Makes the path of a model's file absolute; it is relative to the file of the recipe."""
+    model = data.get("model") if isinstance(data, dict) else None
+    if not isinstance(model, dict) or not isinstance(source.file, Path):
+        return
+    if isinstance(model.get("name"), str):
+        model["name"] = with_absolute_path(model["name"], source.file.parent)
 
 
 def _packaged() -> Traversable:
@@ -209,5 +247,5 @@ def _name_for(data: Mapping[str, Any], source: _Source) -> str:
     for section in ("model", "data"):
         found = data.get(section)
         name = found.get("name") if isinstance(found, dict) else None
-        parts.insert(0, str(name).rstrip("/").split("/")[-1])
+        parts.insert(0, short_name(str(name)))
     return "/".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).lstrip("._-") for part in parts)

@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
 
 from torchcram.experiments.data.augment import AUGMENTS, STREAMED
 from torchcram.experiments.distill import DistillConfig
-from torchcram.experiments.models import TORCHVISION, is_model_name, own_model_names
-from torchcram.experiments.recipe_checks import read_operator, read_operators, require_pattern
+from torchcram.experiments.models import (
+    FORMS,
+    TIMM,
+    TORCHVISION,
+    is_model_name,
+    own_model_names,
+    takes_args,
+    with_absolute_path,
+)
+from torchcram.experiments.recipe_checks import (
+    read_operator,
+    read_operators,
+    require_arguments,
+    require_pattern,
+    require_plain,
+    require_torch_name,
+)
 from torchcram.experiments.structure import UNLESS_DEFAULT, require, require_one_of
 from torchcram.experiments.text.config import StopConfig
 from torchcram.experiments.text.names import ALLOWED, is_text_model
+from torchcram.experiments.torch_names import (
+    OPTIMIZERS as TORCH_OPTIMIZERS,
+)
+from torchcram.experiments.torch_names import (
+    SCHEDULERS,
+    arguments_of,
+    has_weight_decay,
+    learning_rates,
+    make_optimizer,
+)
 from torchcram.optim.rules import RULES
 from torchcram.pruners import parse_pruner
 
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "constant", "linear")
+INTERVALS = ("epoch", "step")
 
 
 @dataclass(frozen=True)
@@ -49,23 +79,37 @@ class ModelConfig:
     """Which model to train, and from what.
 
     Attributes:
-        name: of the model.
-        pretrained: start from the weights that torchvision or Transformers has for it.
+        name: of the model; the path of a file in it is made absolute.
+        pretrained: start from the weights that torchvision, timm or Transformers has for it.
         freeze: a regular expression; parameters in whose names it is found are not trained.
+        args: Keyword arguments for a model of timm or of a factory.
     """
 
     name: str
     pretrained: bool = False
     freeze: str | None = field(default=None, metadata=UNLESS_DEFAULT)
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         text = is_text_model(self.name)
         if not is_model_name(self.name) and not text:
-            names = [*own_model_names(), f"{TORCHVISION}NAME", *ALLOWED]
+            names = [*own_model_names(), f"{TORCHVISION}NAME", *FORMS, *ALLOWED]
             require_one_of("name", self.name, names)
-        known = not self.pretrained or text or self.name.startswith(TORCHVISION)
+        object.__setattr__(self, "name", with_absolute_path(self.name))
+        known = not self.pretrained or text or self.name.startswith((TORCHVISION, TIMM))
         require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
         require_pattern("freeze", self.freeze)
+        self._check_args()
+
+    def _check_args(self) -> None:
+        if self.args is None:
+            return
+        allowed = f"null, as model.name is {self.name!r}"
+        require(takes_args(self.name), "args", self.args, allowed)
+        for key in ("num_classes", "pretrained"):
+            allowed = "other arguments: the data says num_classes, model.pretrained the other"
+            require(key not in self.args, f"args.{key}", self.args.get(key), allowed)
+        require_plain("args", self.args)
 
 
 @dataclass(frozen=True)
@@ -94,33 +138,77 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The base optimizer, which takes the steps."""
+    """The base optimizer, which takes the steps.
+
+    Attributes:
+        name: "sgd", "adamw", or a class of torch.optim: "RMSprop".
+        lr: Learning rate at its peak.
+        momentum: Momentum of "sgd".
+        weight_decay: Weight decay.
+        nesterov: Whether the momentum of "sgd" is Nesterov's.
+        args: Further arguments of a class of torch.optim.
+    """
 
     name: str = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 5e-4
     nesterov: bool = False
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
-        require_one_of("name", self.name, OPTIMIZERS)
+        require_torch_name("name", self.name, OPTIMIZERS, TORCH_OPTIMIZERS)
         require(self.lr >= 0, "lr", self.lr, "at least 0")
         require(0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         possible = not self.nesterov or (self.name == "sgd" and self.momentum > 0)
         require(possible, "nesterov", self.nesterov, "false, except with sgd and a momentum")
+        if self.name in OPTIMIZERS:
+            require(self.args is None, "args", self.args, f"null, as optimizer.name is {self.name}")
+            return
+        if not has_weight_decay(self.name):
+            decay = self.weight_decay
+            require(decay == 0, "weight_decay", decay, f"0, as {self.name} has none")
+        args = self.args or {}
+        with require_arguments("args", args, arguments_of(TORCH_OPTIMIZERS[self.name])):
+            make_optimizer(
+                self.name,
+                [nn.Parameter(torch.zeros(1, 1))],
+                lr=self.lr,
+                weight_decay=self.weight_decay,
+                args=args,
+            )
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: up in a line during warm-up, then down to 0 or constant."""
+    """The learning rate: up in a line during warm-up, then down to 0 or constant.
+
+    Attributes:
+        name: "cosine", "linear", "constant", or a class of torch.optim.lr_scheduler: "StepLR".
+        warmup_epochs: Number of epochs that the learning rate rises before.
+        args: Arguments of a class of torch.optim.lr_scheduler.
+        interval: Unit that such a class counts in: "epoch" or "step".
+    """
 
     name: str = "cosine"
     warmup_epochs: int = 5
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
+    interval: str = field(default="epoch", metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
-        require_one_of("name", self.name, SCHEDULES)
+        require_torch_name("name", self.name, SCHEDULES, SCHEDULERS)
         require(self.warmup_epochs >= 0, "warmup_epochs", self.warmup_epochs, "at least 0")
+        require_one_of("interval", self.interval, INTERVALS)
+        if self.name in SCHEDULES:
+            allowed = f"null, as schedule.name is {self.name}"
+            require(self.args is None, "args", self.args, allowed)
+            allowed = f"epoch, as schedule.name is {self.name}"
+            require(self.interval == "epoch", "interval", self.interval, allowed)
+            return
+        args = self.args or {}
+        with require_arguments("args", args, arguments_of(SCHEDULERS[self.name])):
+            learning_rates(self.name, args, lr=1.0, count=1)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from torchcram.operators.chain import Chain
 from torchcram.operators.nm import NM
 from torchcram.operators.parse import as_operator, parse_operator
 from torchcram.operators.quantize import Quantize
+from torchcram.operators.registry import register_operator
 from torchcram.operators.topk import GlobalTopK, RowTopK, UniformTopK
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "UniformTopK",
     "as_operator",
     "parse_operator",
+    "register_operator",
 ]

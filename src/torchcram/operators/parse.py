@@ -11,6 +11,7 @@ from torchcram.operators.base import Operator
 from torchcram.operators.chain import join
 from torchcram.operators.nm import NM
 from torchcram.operators.quantize import Quantize
+from torchcram.operators.registry import OPERATORS, read_registered
 from torchcram.operators.topk import GlobalTopK, RowTopK, UniformTopK
 
 _LEVEL = r"(\d*\.?\d+|\d+\.)"
@@ -30,8 +31,16 @@ SYNTAX = (
 )
 
 
+def operator_syntax() -> str:
+    """Returns what the text of an operator may be, with the names that packages registered."""
+    names = OPERATORS.names()
+    return SYNTAX + (f"; of other packages: {', '.join(names)}" if names else "")
+
+
 def parse_operator(text: str) -> Operator:
     """Reads an operator from its text; the inverse of `str(operator)`.
+
+    Operators of other packages are read too, see `register_operator`.
 
     Raises:
         ValueError: naming the text and what is allowed.
@@ -49,7 +58,7 @@ def as_operator(given: Operator | str) -> Operator:
     if isinstance(given, str):
         return parse_operator(given)
     if not isinstance(given, Operator):
-        raise ValueError(f"{given!r} is neither an Operator nor text such as: {SYNTAX}")
+        raise ValueError(f"{given!r} is neither an Operator nor text such as: {operator_syntax()}")
     return given
 
 
@@ -61,7 +70,8 @@ def parse_part(part: str, text: str) -> Operator:
         raise ValueError(f"operator {text!r}: {error}") from None
     if operator is None:
         raise ValueError(
-            f"operator {text!r}: cannot read {part!r}{_did_you_mean(part)}; allowed: {SYNTAX}"
+            f"operator {text!r}: cannot read {part!r}{_did_you_mean(part)}; "
+            f"allowed: {operator_syntax()}"
         )
     return operator
 
@@ -81,15 +91,17 @@ def _read(part: str) -> Operator | None:
         return NM(int(match[1]), int(match[2]))
     if match := _QUANTIZE.fullmatch(part):
         return Quantize(int(match[1]), None if match[2] is None else int(match[2]))
-    return None
+    return read_registered(part)
 
 
 def _did_you_mean(part: str) -> str:
     """Returns the text with its misspelled word corrected, where that can be read, as a remark."""
     word = re.match(r"[^\W\d_]*", part)
     assert word is not None  # noqa: S101  it matches nothing, too
-    for kind in closest(word[0], _WORDS):
-        text = kind + part[word.end() :]
+    name, colon, rest = part.partition(":")
+    corrected = [kind + part[word.end() :] for kind in closest(word[0], _WORDS)]
+    corrected += [kind + colon + rest for kind in closest(name, OPERATORS.names())]
+    for text in corrected:
         with suppress(ValueError):
             if _read(text) is not None:
                 return f" (did you mean {text}?)"

@@ -3,7 +3,7 @@
 from torchcram.pruners.base import BoundPruner, Pruner, bind, prune_
 from torchcram.pruners.calibration import Calibration
 from torchcram.pruners.obs import Obs
-from torchcram.pruners.parse import parse_pruner
+from torchcram.pruners.parse import parse_pruner, register_pruner
 from torchcram.pruners.sparsegpt import SparseGPT
 from torchcram.pruners.wanda import Wanda
 
@@ -17,4 +17,5 @@ __all__ = [
     "bind",
     "parse_pruner",
     "prune_",
+    "register_pruner",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torchcram.operators import Operator, Sparsifier
 from torchcram.operators.parse import closest, parse_joined, parse_part, split_pruner
+from torchcram.operators.registry import Registry
 from torchcram.pruners.base import Pruner
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.sparsegpt import SparseGPT
@@ -14,8 +16,49 @@ from torchcram.pruners.wanda import Wanda
 
 KINDS: dict[str, type[Pruner]] = {kind.kind: kind for kind in (Obs, Wanda, SparseGPT)}
 SYNTAX = f"{'@..., '.join(KINDS)}@..., with global:0.9, uniform:0.8, row:0.5 or nm:2:4 after the @"
+PRUNERS: Registry[Pruner] = Registry("pruner", "torchcram.pruners", KINDS)
+Kind = TypeVar("Kind", bound=type[Pruner])
 _INTEGER = re.compile(r"\d+")
 _FLOAT = re.compile(r"(\d+\.?\d*|\.\d+)(e-?\d+)?")
+
+
+def register_pruner(name: str) -> Callable[[Kind], Kind]:
+    """Decorates a pruner class so that texts such as "name@global:0.9" stand for its values.
+
+    The class is a frozen dataclass under `Pruner`. Its options are fields with a default, an int or
+    a float; `letters` names them in the text: with `letters = {"d": "damping"}` the text
+    "name:d0.1@global:0.9" sets `damping`. `kind` becomes `name`. A package that announces
+    `name = "package.module"` in the entry-point group "torchcram.pruners" is imported when the name
+    is first read.
+
+    Args:
+        name: Text before the options and the "@": a letter, then letters, digits, "-" and "_".
+
+    Raises:
+        ValueError: If the name is taken, by whom, or the class is not as above.
+    """
+
+    def register(kind: Kind) -> Kind:
+        says = f"@register_pruner({name!r}): "
+        if not isinstance(kind, type) or not issubclass(kind, Pruner):
+            raise ValueError(f"{says}{kind!r} is no subclass of Pruner")
+        for letter, option in kind.letters.items():
+            if len(letter) != 1 or type(getattr(kind, option, None)) not in (int, float):
+                raise ValueError(
+                    f"{says}letters has {letter!r} for {option!r}; allowed is one letter for a "
+                    "field whose default is an int or a float"
+                )
+        PRUNERS.add(name, kind)
+        kind.kind = name
+        return kind
+
+    return register
+
+
+def pruner_syntax() -> str:
+    """Returns what the text of a pruner may be, with the names that packages registered."""
+    names = PRUNERS.names()
+    return SYNTAX + (f"; of other packages: {', '.join(names)}" if names else "")
 
 
 def parse_pruner(text: str) -> Operator:
@@ -35,33 +78,39 @@ def _parse_part(part: str, text: str) -> Operator:
     if named is None:
         return parse_part(part, text)
     kind, *options = named.split(":")
-    if kind not in KINDS:
-        meant = [f" (did you mean {known}?)" for known in closest(kind, KINDS)]
+    try:
+        pruner = KINDS.get(kind) or PRUNERS.find(kind)
+    except ValueError as error:
+        raise ValueError(f"operator {text!r}: {error}") from error
+    if pruner is None:
+        meant = [f" (did you mean {known}?)" for known in closest(kind, [*KINDS, *PRUNERS.names()])]
         raise ValueError(
-            f"operator {text!r}: there is no pruner {kind!r}{''.join(meant[:1])}; allowed: {SYNTAX}"
+            f"operator {text!r}: there is no pruner {kind!r}{''.join(meant[:1])}; "
+            f"allowed: {pruner_syntax()}"
         )
-    found = parse_part(pattern, text)
-    if not isinstance(found, Sparsifier):
+    selector = parse_part(pattern, text)
+    if not isinstance(selector, Sparsifier):
         raise ValueError(
-            f"operator {text!r}: {pattern!r} is no pattern of zeros; allowed: {SYNTAX}"
+            f"operator {text!r}: {pattern!r} is no pattern of zeros; allowed: {pruner_syntax()}"
         )
     try:
-        return KINDS[kind](found, **_options(KINDS[kind], options))
+        return pruner(selector, **_options(pruner, options))
     except ValueError as error:
         raise ValueError(f"operator {text!r}: {error}") from None
 
 
 def _options(kind: type[Pruner], given: list[str]) -> dict[str, Any]:
     """Reads options such as "r8", a letter and a number."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in given:
         option = kind.letters.get(text[:1])
-        number = (_FLOAT if option == "damping" else _INTEGER).fullmatch(text[1:])
-        if option is None or number is None or option in found:
+        read = float if isinstance(getattr(kind, option or "", None), float) else int
+        number = (_FLOAT if read is float else _INTEGER).fullmatch(text[1:])
+        if option is None or number is None or option in values:
             letters = ", ".join(f"{letter} ({name})" for letter, name in kind.letters.items())
             raise ValueError(
                 f"cannot read the option {text!r}; allowed are "
                 + (f"each once, with a number behind it: {letters}" if letters else "none")
             )
-        found[option] = (float if option == "damping" else int)(number[0])
-    return found
+        values[option] = read(number[0])
+    return values

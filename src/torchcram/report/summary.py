@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
 from torchcram.experiments.differences import flat
 from torchcram.experiments.results import Result, TargetResult, mean, std
-from torchcram.pruners import Obs, SparseGPT, Wanda, parse_pruner
+from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
 from torchcram.report import table
 
 DIGITS = 2  # of percentages: of ten thousand test images every one shows
@@ -191,10 +191,11 @@ def _place(text: str) -> tuple[int, int, float]:
     try:
         operator = parse_pruner(text)
     except ValueError:
-        return len(_PRUNERS) + 1, 0, 0.0
+        return len(_PRUNERS) + 2, 0, 0.0
     pruner = 0
-    if isinstance(operator, _PRUNERS):
-        pruner, operator = 1 + _PRUNERS.index(type(operator)), operator.pattern
+    if isinstance(operator, Pruner):
+        known = (i for i, kind in enumerate(_PRUNERS) if isinstance(operator, kind))
+        pruner, operator = 1 + next(known, len(_PRUNERS)), operator.pattern
     kind = next((i for i, kind in enumerate(_KINDS) if isinstance(operator, kind)), len(_KINDS))
-    level = operator.sparsity if isinstance(operator, (GlobalTopK, UniformTopK)) else 0.0
+    level = getattr(operator, "sparsity", 0.0)
     return pruner, kind, level if isinstance(level, float) else 0.0

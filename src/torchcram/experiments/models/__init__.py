@@ -9,9 +9,19 @@ from torchcram.experiments.models.build import (
     replace_head_,
 )
 from torchcram.experiments.models.cifar import VGG, ProjectionBlock, ResNet18
+from torchcram.experiments.models.factories import (
+    FORMS,
+    TIMM,
+    is_factory,
+    short_name,
+    takes_args,
+    with_absolute_path,
+)
 from torchcram.experiments.models.small import BasicBlock, ConvNet, ResNet, resnet20
 
 __all__ = [
+    "FORMS",
+    "TIMM",
     "TORCHVISION",
     "VGG",
     "BasicBlock",
@@ -20,9 +30,13 @@ __all__ = [
     "ResNet",
     "ResNet18",
     "build_model",
+    "is_factory",
     "is_model_name",
     "model_names",
     "own_model_names",
     "replace_head_",
     "resnet20",
+    "short_name",
+    "takes_args",
+    "with_absolute_path",
 ]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from torchcram.experiments.models.cifar import VGG, ResNet18
+from torchcram.experiments.models.factories import (
+    FORMS,
+    TIMM,
+    build_from_factory,
+    build_from_timm,
+    is_factory,
+    takes_args,
+)
 from torchcram.experiments.models.small import ConvNet, resnet20
 from torchcram.experiments.models.vision import (
     pretrained_model,
@@ -50,18 +59,23 @@ def model_names() -> list[str]:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether the name may be one, without asking torchvision."""
-    return name in _MODELS or (name.startswith(TORCHVISION) and name != TORCHVISION)
+    """Whether the name may be one, without asking torchvision or others."""
+    torchvision = name.startswith(TORCHVISION) and name != TORCHVISION
+    return name in _MODELS or torchvision or takes_args(name)
 
 
-def build_model(name: str, *, classes: int, pretrained: bool = False) -> nn.Module:
+def build_model(
+    name: str, *, classes: int, pretrained: bool = False, args: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Returns a model, freshly initialised.
 
     Args:
-        name: one of `model_names()`.
+        name: one of `model_names()`, or one of the forms that `models.factories` explains.
         classes: how many scores it gives.
         pretrained: start from the default weights of torchvision, which are to be in the cache of
             torch.hub; the last layer is a fresh one if `classes` is not what they were made for.
+            Those of timm are found by timm.
+        args: Keyword arguments for a model of timm or of a factory.
 
     Raises:
         ValueError: naming what was given and what is allowed.
@@ -69,6 +83,10 @@ def build_model(name: str, *, classes: int, pretrained: bool = False) -> nn.Modu
     """
     if classes < 1:
         raise ValueError(f"classes={classes!r}: allowed is 1 or more")
+    if takes_args(name):
+        return _build_elsewhere(name, classes, pretrained, args or {})
+    if args:
+        raise ValueError(f"{name} takes no arguments; allowed: those of {', '.join(FORMS)}")
     if name in _MODELS:
         if pretrained:
             raise ValueError(f"{name} has no pretrained weights; allowed: {TORCHVISION}NAME")
@@ -76,7 +94,7 @@ def build_model(name: str, *, classes: int, pretrained: bool = False) -> nn.Modu
     if not is_model_name(name):
         raise ValueError(
             f"there is no model {name!r}{did_you_mean(name, model_names())}; allowed: "
-            f"{', '.join(_MODELS)}, {TORCHVISION}NAME"
+            f"{', '.join(_MODELS)}, {TORCHVISION}NAME, {', '.join(FORMS)}"
         )
     theirs = name.removeprefix(TORCHVISION)
     require_torchvision_name(theirs)
@@ -86,6 +104,19 @@ def build_model(name: str, *, classes: int, pretrained: bool = False) -> nn.Modu
     if known != classes:
         replace_head_(model, classes)
     return model
+
+
+def _build_elsewhere(
+    name: str, classes: int, pretrained: bool, args: Mapping[str, Any]
+) -> nn.Module:
+    if not is_factory(name):
+        return build_from_timm(name, classes=classes, args=args, pretrained=pretrained)
+    if pretrained:
+        raise ValueError(
+            f"{name} has no pretrained weights but what its factory loads; allowed: "
+            f"{TORCHVISION}NAME, {TIMM}NAME"
+        )
+    return build_from_factory(name, classes=classes, args=args)
 
 
 def replace_head_(model: nn.Module, classes: int) -> None:
