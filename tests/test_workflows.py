@@ -1,0 +1,36 @@
+"""Workflows run make targets only, and the versions they test are those the package declares."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def jobs(path):
+    return yaml.safe_load(path.read_text())["jobs"].values()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_command_is_a_make_target(path):
+    commands = [step["run"] for job in jobs(path) for step in job["steps"] if "run" in step]
+    assert commands
+    for command in commands:
+        program, target, *_ = command.split()
+        assert program == "make"
+        assert target in TARGETS, command
+
+
+def test_the_matrix_begins_with_the_oldest_supported_versions():
+    project = (ROOT / "pyproject.toml").read_text()
+    (matrix,) = [
+        job["strategy"]["matrix"]
+        for job in jobs(ROOT / ".github" / "workflows" / "tests.yml")
+        if "strategy" in job
+    ]
+    assert f'requires-python = ">={matrix["python"][0]}"' in project
+    assert f'"torch>={matrix["torch"][0].removesuffix(".*")}"' in project
