@@ -4,6 +4,7 @@
 # make fuzz       mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
 # make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
 # make mutants    whether the tests notice small mistakes in the core; several minutes
+# make docs       the documentation site, in build/docs/; warnings are errors
 # make dist       source distribution and wheel with kernels, in dist/
 #
 # Packages have the versions of constraints.txt. With TORCH=2.8.*, say, torch has that version and all
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 SECONDS ?= 60
 VERSIONS := $(if $(TORCH),"torch==$(TORCH)",-c constraints.txt)
 
-.PHONY: demo test pytest check format fuzz sanitize mutants dist clean
+.PHONY: demo test pytest check format fuzz sanitize mutants docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -51,6 +52,9 @@ sanitize: $(VENV)/.installed
 
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx -E -n -W --keep-going -q -b html docs build/docs
 
 dist: $(VENV)/.installed
 	TORCHCRAM_KERNELS=require $(BIN)/hatchling build --directory dist
