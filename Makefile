@@ -1,20 +1,29 @@
 # make demo       environment, install, train, compress, show the table, write the report
 # make test       environment, install, lint, types, import layers, tests (ten seconds of fuzzing too)
+# make pytest     the tests alone; TORCH=2.8.* runs them with that torch (below)
 # make fuzz       mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
 # make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
 # make mutants    whether the tests notice small mistakes in the core; several minutes
+# make docs       the documentation site, in build/docs/; warnings are errors
+# make dist       source distribution and wheel with kernels, in dist/
+#
+# Packages have the versions of constraints.txt. With TORCH=2.8.*, say, torch has that version and all
+# others are the newest that fit it and the Python in use; TORCH=2.* is the newest torch.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SECONDS ?= 60
+VERSIONS := $(if $(TORCH),"torch==$(TORCH)",-c constraints.txt)
 
-.PHONY: demo test check format fuzz sanitize mutants clean
+.PHONY: demo test pytest check format fuzz sanitize mutants docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
 
-test: $(VENV)/.installed check
+test: check pytest
+
+pytest: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 fuzz: $(VENV)/.installed
@@ -44,9 +53,15 @@ sanitize: $(VENV)/.installed
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx -E -n -W --keep-going -q -b html docs build/docs
+
+dist: $(VENV)/.installed
+	TORCHCRAM_KERNELS=require $(BIN)/hatchling build --directory dist
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(VERSIONS) -e ".[dev]"
 	touch $@
 
 clean:

@@ -113,7 +113,7 @@ def register_operator(name: str) -> Callable[[Kind], Kind]:
     what follows the colon, and a `__str__` that gives the whole text; they are inverse. The text
     works wherever those of the built-in operators do: `parse_operator`, recipes, the command line,
     compact files. A package that announces `name = "package.module"` in the entry-point group
-    "torchcram.operators" is imported when the name is first read.
+    "torchcram.operators" is imported when the name is first read::
 
         @register_operator("blocks")
         @dataclass(frozen=True)

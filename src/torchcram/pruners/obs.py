@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Obs(Pruner):
     """Drops the weights whose loss costs least to second order, and moves the others to make up.
 
+    ::
+
         score_i = w_i^2 / (2 [F^-1]_ii)            the cost of dropping w_i alone
         dw = -F^-1[:,Q] (F^-1[Q,Q])^-1 w_Q         once Q is dropped, in each block
 

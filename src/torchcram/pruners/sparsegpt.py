@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class SparseGPT(Pruner):
     """Keeps what a layer puts out: min ||W X - W' X||^2 over sparse W', greedily, column by column.
 
+    ::
+
         H = X X^T + damping mean(diag X X^T) I,   H^-1 = U^T U with U upper triangular
         score_ij = (w_ij / U_jj)^2                the error of dropping w_ij, with all later
                                                   columns free to make up for it
