@@ -26,7 +26,7 @@ class Hints:
     """What an operator tells of the tensors it has been at; what it does not is looked for.
 
     Attributes:
-        groups: of N:M patterns.
+        groups: Sizes of the groups of N:M patterns.
         sizes: how many inputs may share a scale.
     """
 
@@ -50,7 +50,7 @@ class _Candidate(NamedTuple):
 
     Attributes:
         encoding: what it is stored as.
-        size: in bytes, with the scales.
+        size: Number of bytes, with the scales.
         used_as: How a layer would use the tensor, where the encoding depends on it.
         quantized: integers and scales, where there are any.
     """

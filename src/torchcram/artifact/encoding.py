@@ -177,7 +177,7 @@ def by_rows(tensor: Tensor, used_as: Layout) -> Tensor:
     """Views a weight as (groups, outputs, *kernel positions, inputs).
 
     Args:
-        tensor: of two dimensions or more.
+        tensor: Tensor of two dimensions or more.
         used_as: How its layer uses it.
     """
     return reduction_last(LayerWeights({"": tensor}, {"": used_as}), "")

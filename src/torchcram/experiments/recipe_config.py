@@ -79,7 +79,7 @@ class ModelConfig:
     """Which model to train, and from what.
 
     Attributes:
-        name: of the model; the path of a file in it is made absolute.
+        name: Name of the model; the path of a file in it is made absolute.
         pretrained: start from the weights that torchvision, timm or Transformers has for it.
         freeze: a regular expression; parameters in whose names it is found are not trained.
         args: Keyword arguments for a model of timm or of a factory.

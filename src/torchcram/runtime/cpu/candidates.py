@@ -82,9 +82,9 @@ class Choice:
     """What was done with one layer.
 
     Attributes:
-        name: of the layer in the model.
+        name: Name of the layer in the model.
         kind: the name of its class.
-        sparsity: of its weight.
+        sparsity: Fraction of zeros in its weight.
         sparse: whether it runs on the sparse kernels now.
         reason: why, or why not.
         dense_ms: how long it takes dense, where that was measured.

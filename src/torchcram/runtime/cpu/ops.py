@@ -297,9 +297,9 @@ def require_rows(
     """Makes sure that the kernels can read one value per row, where there is a tensor.
 
     Args:
-        name: of the tensor.
+        name: Name of the tensor.
         tensor: one dimension, contiguous.
-        rows: of the packed matrix.
+        rows: Number of rows of the packed matrix.
         dtype: what the kernels take it for.
 
     Raises:
