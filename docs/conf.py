@@ -37,7 +37,11 @@ viewcode_line_numbers = False
 
 # The site is built offline: names of other packages are shown, not linked.
 nitpick_ignore_regex = [(r"py:.*", r"(?!torchcram).*")]
-nitpick_ignore = [("py:class", "torchcram.layers.LayerWeights")]
+nitpick_ignore = [
+    ("py:class", "torchcram.layers.LayerWeights"),
+    ("py:class", "torchcram.operators.registry.Kind"),  # type variables
+    ("py:class", "torchcram.pruners.parse.Kind"),
+]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "torchcram"
@@ -81,14 +85,15 @@ def escape_norms(*event: object) -> None:
     lines[:] = [re.sub(r"\|(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\|", line) for line in lines]
 
 
-def unlink_folders(*event: object) -> None:
-    """Leaves the text of links to folders of the repository, which the site does not have."""
+def unlink_absent(*event: object) -> None:
+    """Leaves the text of links to what the repository has and the site does not."""
     source = cast("list[str]", event[-1])
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?:benchmarks|results|examples)\)", r"\1", source[0])
+    absent = r"\.\./(?:benchmarks|results|examples|CONTRIBUTING\.md(?:#[\w-]+)?)"
+    source[0] = re.sub(rf"\[([^\]]+)\]\({absent}\)", r"\1", source[0])
 
 
 def setup(app: Sphinx) -> None:
     """Registers the handlers above."""
     app.connect("autodoc-process-docstring", escape_norms)
     app.connect("missing-reference", link_public_name)
-    app.connect("source-read", unlink_folders)
+    app.connect("source-read", unlink_absent)
