@@ -15,11 +15,16 @@ import time
 import torch
 from timing import machine
 
-from torchcram.experiments.build import build_batches, build_initial_model, build_optimizer, place
-from torchcram.experiments.data import DataSet, Images
-from torchcram.experiments.fast import make_step
+from torchcram.experiments.data.images import DataSet, Images
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.step import EagerStep, Step
+from torchcram.experiments.training.build import (
+    build_batches,
+    build_initial_model,
+    build_optimizer,
+    place,
+)
+from torchcram.experiments.training.cuda_graph_steps import make_step
+from torchcram.experiments.training.steps import EagerStep, Step
 
 RECIPES = ["cifar10/resnet20/sgd", "cifar10/resnet20/sam", "cifar10/resnet20/cram-plus-multi"]
 SIZES = {"cifar10": 32, "cifar10-jpeg": 32, "tiny-imagenet-200": 64, "imagenet": 224}

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from torchcram import artifact, compress, runtime
-from torchcram.experiments.build import target_weights
-from torchcram.experiments.text.models import load_tokenizer
-from torchcram.experiments.text.spans import best_spans
-from torchcram.experiments.text.texts import CONTEXT
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.data.text.texts import CONTEXT
+from torchcram.experiments.models.text import load_tokenizer
+from torchcram.experiments.tasks.spans import best_spans
+from torchcram.experiments.training.build import target_weights
+from torchcram.experiments.training.trainer import load_trained
 
 TARGETS = ("uniform:0.8+int8", "uniform:0.8", "uniform:0.9")
 SERVED = "uniform:0.8"

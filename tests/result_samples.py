@@ -2,7 +2,7 @@
 
 import re
 
-from torchcram.experiments.results import Result, SeedResult, TargetResult
+from torchcram.experiments.evaluation.results import Result, SeedResult, TargetResult
 
 VERSIONS = {"torch": "9.8.7", "torchcram": "<6.5.4>"}
 

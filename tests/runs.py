@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import torch
 
-from torchcram.experiments.data import DataSet, Images, load_data
+from torchcram.experiments.data.images import DataSet, Images, load_data
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.train import train
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.trainer import train
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchcram import files
-from torchcram.experiments.files import remove_leftovers
+from torchcram.experiments.io.files import remove_leftovers
 from torchcram.files import write_atomically, written_aside
 
 DESCRIPTORS = Path("/proc/self/fd")

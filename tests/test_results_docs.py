@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchcram.experiments.results import read_results
+from torchcram.experiments.evaluation.results import read_results
 from torchcram.report.marked import marked, stale
 from torchcram.report.results_table import TRAINED_ON
 

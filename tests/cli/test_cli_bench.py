@@ -9,7 +9,7 @@ from commands import command, fail, succeed
 
 from torchcram import artifact
 from torchcram.experiments.bench.record import read_bench
-from torchcram.experiments.results import read_result
+from torchcram.experiments.evaluation.results import read_result
 
 QUICK = ("--rounds", 1, "--threads", 1, "--engines", "torch,torchcram")
 

@@ -7,7 +7,7 @@ from commands import SGD, command, fail, succeed
 from kills import full_disk, needs_limits
 
 from torchcram import artifact
-from torchcram.experiments.results import read_result
+from torchcram.experiments.evaluation.results import read_result
 
 
 def test_compress_shows_and_writes_what_was_asked_for(run):
@@ -98,7 +98,7 @@ def test_bad_targets_leave_nothing(run, arguments, said):
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, monkeypatch):
-    monkeypatch.setattr("torchcram.experiments.outcome.measure", None)
+    monkeypatch.setattr("torchcram.experiments.evaluation.results_store.measure", None)
     Path("file").write_text("mine")
     assert "file" in fail("compress", run, "--to", "int4", "--json", "file/found.json")
 
@@ -124,7 +124,7 @@ def test_data_can_be_downloaded(what, run, monkeypatch):
     def load(_recipe, _folder, *, download, **_):
         raise ValueError(f"download={download}")
 
-    monkeypatch.setattr("torchcram.experiments.data.load_data", load)
+    monkeypatch.setattr("torchcram.experiments.data.images.load_data", load)
     assert "download=False" in fail(what, run)
     assert "download=True" in fail(what, run, "--download")
 

@@ -6,9 +6,9 @@ import torch
 from commands import SGD, command, fail, succeed
 
 from torchcram import compressible_weights, sparsity
-from torchcram.experiments.run_folder import read_run
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.training.run_folder import read_run
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.trainer import load_trained
 
 CPU = torch.device("cpu")
 

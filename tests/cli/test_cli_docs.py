@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commands import command, succeed
 
-from torchcram.experiments.runlog import read_log
+from torchcram.experiments.training.log import read_log
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -51,7 +51,7 @@ def test_no_extra_is_named_for_what_torchcram_depends_on(package, pip, capsys):
 
 
 def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchcram.experiments.recipe_changes", None)
+    monkeypatch.setitem(sys.modules, "torchcram.experiments.recipe.overrides", None)
     monkeypatch.delitem(sys.modules, "torchcram.cli.train_runs", raising=False)
     assert isinstance(command("train", SGD).exception, ImportError)
 

@@ -10,7 +10,7 @@ from packages import install, install_blocks
 from test_docs import ROOT, blocks
 
 from torchcram import artifact
-from torchcram.experiments.results import read_result
+from torchcram.experiments.evaluation.results import read_result
 
 
 def test_a_packages_operators_train_compress_and_export(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ from commands import command, fail, succeed
 
 from torchcram.cli.errors import errors_in_a_line
 from torchcram.cli.output import result_output
-from torchcram.experiments import json_text
 from torchcram.experiments.bench.record import Bench
-from torchcram.experiments.results import Result, read_result
+from torchcram.experiments.evaluation.results import Result, read_result
+from torchcram.experiments.io import json_text
 
 BENCH = ("--rounds", 1, "--batch", 1, "--threads", 1, "--engines", "torch", "--no-accuracy")
 
@@ -42,15 +42,16 @@ def test_standard_output_is_the_file(words, kind, run):
 
 
 def test_what_libraries_print_goes_elsewhere(run, monkeypatch):
-    from torchcram.experiments import outcome
 
-    quiet = outcome.one_shot
+    from torchcram.experiments.evaluation import results_store
+
+    quiet = results_store.one_shot
 
     def talking(*arguments, **options):
         print("look at me")  # noqa: T201
         return quiet(*arguments, **options)
 
-    monkeypatch.setattr(outcome, "one_shot", talking)
+    monkeypatch.setattr(results_store, "one_shot", talking)
     done = succeed("compress", run, "--to", "global:0.9", "--json", "-")
     assert json.loads(done.stdout)["seeds"]
     assert "look at me\n" in done.stderr

@@ -4,7 +4,7 @@ import pytest
 from commands import CRAM, command, fail, succeed
 
 from torchcram.cli.listing import OPERATORS
-from torchcram.experiments.data import dataset_names
+from torchcram.experiments.data.images import dataset_names
 from torchcram.experiments.models import model_names
 from torchcram.experiments.recipe import recipe_names
 from torchcram.pruners import parse_pruner

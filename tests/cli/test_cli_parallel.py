@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import CRAM, SGD, command, succeed
 
-from torchcram.experiments.parallel import Failure, cores
-from torchcram.experiments.results import read_result
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.training.parallel import Failure, cores
 
 ONE = ["--set", "compress.to=[global:0.9]"]
 LINE = ["train", SGD, *ONE, "--parallel", "--results", "results", "--device", "cpu"]

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from torchcram.cli.progress import Style, hear, watching
 from torchcram.cli.tables import show
-from torchcram.experiments.runlog import EpochRecord
+from torchcram.experiments.training.log import EpochRecord
 
 RECORD = EpochRecord(
     epoch=1,

@@ -6,7 +6,7 @@ from commands import command, fail, succeed
 from kills import full_disk, needs_limits
 from result_samples import cram, sgd
 
-from torchcram.experiments.results import write_result
+from torchcram.experiments.evaluation.results import write_result
 
 MARKED = "# Results\n\n<!-- results:cifar/net sgd sam -->\nold\n<!-- end results -->\n"
 

@@ -12,14 +12,13 @@ import held_rank
 import pytest
 import torch
 from commands import SGD, fail, succeed
-
 from held_rank import HELD
 
 from torchcram.cli import errors
 from torchcram.cli.options import find_device_of
-from torchcram.experiments.results import read_result
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.team import ALONE, Team
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.training.log import read_log
 
 ONE = ["--set", "compress.to=[global:0.9]", "--set", "train.batch_size=400"]  # to be quick
 LINE = ["train", SGD, *ONE, "--device", "cpu", "--out", "run"]

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from commands import CRAM, SGD, command, fail, succeed
 
-from torchcram.experiments.results import read_result
-from torchcram.experiments.run_folder import read_run
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.step import EagerStep
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.run_folder import read_run
+from torchcram.experiments.training.steps import EagerStep
 
 ONE = ["--set", "compress.to=[global:0.9]"]  # target, to be quick
 
@@ -45,8 +45,8 @@ def test_a_finished_run_only_shows_its_table(monkeypatch):
     def no_work(*_args, **_options):
         raise AssertionError("nothing is to be computed")
 
-    monkeypatch.setattr("torchcram.experiments.outcome.one_shot", no_work)
-    monkeypatch.setattr("torchcram.experiments.run.Run.finish", no_work)
+    monkeypatch.setattr("torchcram.experiments.evaluation.results_store.one_shot", no_work)
+    monkeypatch.setattr("torchcram.experiments.training.run.Run.finish", no_work)
     again = succeed("train", SGD, "--epochs", 1, *ONE)
     assert again.stdout == one.stdout
     assert again.stderr == ""
@@ -55,7 +55,7 @@ def test_a_finished_run_only_shows_its_table(monkeypatch):
 
 def test_other_targets_are_measured_without_training_again(monkeypatch):
     succeed("train", SGD, "--epochs", 1, *ONE)
-    monkeypatch.setattr("torchcram.experiments.run.Run.finish", None)
+    monkeypatch.setattr("torchcram.experiments.training.run.Run.finish", None)
     done = succeed("train", SGD, "--epochs", 1, "--set", "compress.to=[int4]")
     assert "│ int4 " in done.stdout
     assert "global:0.9" not in done.stdout
@@ -174,7 +174,7 @@ def test_eager_steps_are_asked_for(monkeypatch):
     def no_fast(*_, compiled):
         raise AssertionError(f"--eager was given, compiled={compiled}")
 
-    monkeypatch.setattr("torchcram.experiments.fast.make_step", no_fast)
+    monkeypatch.setattr("torchcram.experiments.training.cuda_graph_steps.make_step", no_fast)
     succeed("train", SGD, "--epochs", 1, "--eager", *ONE)
     assert isinstance(command("train", SGD, "--epochs", 1, "--seed", 1).exception, AssertionError)
 

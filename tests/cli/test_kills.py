@@ -11,9 +11,9 @@ from kills import check_kills, needs_fork
 from runs import digits, recipe
 
 from torchcram import artifact
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.score import Score
-from torchcram.experiments.train import train
+from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.trainer import train
 from torchcram.report.files import write_files
 
 pytestmark = needs_fork
@@ -26,13 +26,13 @@ def folder(tmp_path, monkeypatch):
     (work / "tmp").mkdir(parents=True)
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(work / "tmp"))
-    monkeypatch.setattr("torchcram.experiments.runlog._tensorboard", lambda *_: None)
+    monkeypatch.setattr("torchcram.experiments.training.log._tensorboard", lambda *_: None)
     data = digits(train=1437, test=360)
     for module in ("compress", "export"):
         monkeypatch.setattr(f"torchcram.cli.{module}.load", lambda *_, **__: data)
     for module in ("oneshot.score", "export.score_on_test"):
         monkeypatch.setattr(f"torchcram.experiments.{module}", lambda *_, **__: Score(0.5))
-    monkeypatch.setattr("torchcram.experiments.oneshot.tune_", lambda *_, **__: None)
+    monkeypatch.setattr("torchcram.experiments.evaluation.oneshot.tune_", lambda *_, **__: None)
     return work
 
 

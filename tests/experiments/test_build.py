@@ -4,14 +4,14 @@ from runs import CPU, digits, recipe
 from torch.optim import SGD, AdamW
 
 from torchcram import C_SAM, SAM, CrAM, GlobalTopK
-from torchcram.experiments.build import (
+from torchcram.experiments.training.build import (
     build_batches,
     build_initial_model,
     build_optimizer,
     place,
     trained_weights,
 )
-from torchcram.experiments.mask_change import MaskChange
+from torchcram.experiments.training.mask_change import MaskChange
 from torchcram.experiments.versions import machine_name, versions
 
 

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from torchcram.experiments.checkpoint import (
+from torchcram.experiments.io.dict_diff import explain_differences
+from torchcram.experiments.training.checkpoint import (
     load_latest,
     load_state_,
     own_randomness,
     save_checkpoint,
     state_of,
 )
-from torchcram.experiments.differences import explain_differences
 
 WHO = {"recipe": {"cram": {"rho": 0.1, "operators": ["global:0.5"]}, "name": "a/b/c"}, "seed": 0}
 

@@ -7,15 +7,15 @@ import torch
 from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
 
 from torchcram import compressible_weights, sparsity
-from torchcram.experiments.build import build_batches
-from torchcram.experiments.data import DataSet, Images
-from torchcram.experiments.derived import finetune
+from torchcram.experiments.data.images import DataSet, Images
 from torchcram.experiments.derived_start import read_origin
-from torchcram.experiments.oneshot import one_shot
-from torchcram.experiments.recipe_changes import finetune_recipe, transfer_recipe
-from torchcram.experiments.run_folder import load_model_
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.finetuning import finetune
+from torchcram.experiments.recipe.overrides import finetune_recipe, transfer_recipe
+from torchcram.experiments.training.build import build_batches
+from torchcram.experiments.training.run_folder import load_model_
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.trainer import load_trained
 
 GIVEN = recipe("compress.calibration_samples=100", method="sgd", epochs=3)
 STEPS = 5
@@ -100,7 +100,7 @@ def test_stopped_it_continues_bit_for_bit_from_the_file(tmp_path, source, data, 
     tuned(source, "global:0.8", tmp_path / "whole", data)
     with pytest.raises(Stop):
         tuned(source, "global:0.8", tmp_path / "out", data, make_step=stop_after(STEPS + 2))
-    monkeypatch.setattr("torchcram.experiments.derived.write_start", None)  # is not asked again
+    monkeypatch.setattr("torchcram.experiments.finetuning.write_start", None)  # is not asked again
     tuned(source, "global:0.8", tmp_path / "out", data)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 

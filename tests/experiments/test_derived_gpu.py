@@ -4,10 +4,10 @@ import pytest
 import torch
 from runs import digits, recipe
 
-from torchcram.experiments.derived import finetune
-from torchcram.experiments.fast import make_step
-from torchcram.experiments.recipe_changes import finetune_recipe, transfer_recipe
-from torchcram.experiments.train import train
+from torchcram.experiments.finetuning import finetune
+from torchcram.experiments.recipe.overrides import finetune_recipe, transfer_recipe
+from torchcram.experiments.training.cuda_graph_steps import make_step
+from torchcram.experiments.training.trainer import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 import torch
 
-from torchcram.experiments.digits import Digits, load_digits, shifted
+from torchcram.experiments.data.images.digits import Digits, load_digits, shifted
 
 
 def generator(seed=0):

@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from runs import recipe
 from torch.nn.functional import kl_div
 
-from torchcram.experiments.distill import DistillConfig, distillation_loss
-from torchcram.experiments.recipe_config import TrainConfig
-from torchcram.experiments.step import loss_of
+from torchcram.experiments.recipe.schema import DistillConfig, TrainConfig
+from torchcram.experiments.training.steps import distillation_loss, loss_of
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.5, 8), st.integers(0, 99))

@@ -16,15 +16,15 @@ from torch import nn
 
 from torchcram.cli import options
 from torchcram.experiments import build, runlog
-from torchcram.experiments.data_parallel import average_statistics_, seed_epoch
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.models import build as models
-from torchcram.experiments.outcome import outcome
-from torchcram.experiments.results import read_result
-from torchcram.experiments.run_folder import read_run
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.team import ALONE, Team
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.run_folder import read_run
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.trainer import load_trained
 
 RANKS, STEPS = 2, 5
 GIVEN = {

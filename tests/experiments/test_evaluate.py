@@ -3,8 +3,8 @@ import torch
 from runs import CPU, digits, recipe
 from torch import nn
 
-from torchcram.experiments.build import build_batches, build_initial_model
-from torchcram.experiments.evaluate import accuracy_on_test, evaluate
+from torchcram.experiments.evaluation.evaluate import accuracy_on_test, evaluate
+from torchcram.experiments.training.build import build_batches, build_initial_model
 
 
 class Told(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchcram.experiments.models import build_model
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.training.trainer import load_trained
 
 SGD = "digits/convnet-digits/sgd"
 NETS = """

@@ -5,8 +5,8 @@ import torch
 from runs import CPU, digits, recipe
 
 from torchcram.experiments import fast
-from torchcram.experiments.build import build_batches, build_initial_model, build_optimizer
-from torchcram.experiments.step import EagerStep
+from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.training.steps import EagerStep
 
 
 class Called:

@@ -6,7 +6,7 @@ import threading
 import pytest
 from kills import check_kills, needs_fork
 
-from torchcram.experiments.files import (
+from torchcram.experiments.io.files import (
     folder_written_aside,
     locked,
     naming_errors,

@@ -8,12 +8,12 @@ from nets import same
 from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram import compress, compressible_weights, tune_batchnorm_
-from torchcram.experiments.data import calibration_batches
-from torchcram.experiments.evaluate import accuracy_on_test
-from torchcram.experiments.oneshot import one_shot
-from torchcram.experiments.run_folder import load_model_
-from torchcram.experiments.score import Score
+from torchcram.experiments.data.images import calibration_batches
+from torchcram.experiments.evaluation.evaluate import accuracy_on_test
+from torchcram.experiments.evaluation.oneshot import one_shot
 from torchcram.experiments.seeds import mixed
+from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.training.run_folder import load_model_
 from torchcram.operators import nm
 
 GIVEN = recipe("compress.calibration_samples=100", method="sgd", epochs=2)

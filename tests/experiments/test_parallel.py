@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchcram.experiments.parallel import Job, cores, run_jobs
+from torchcram.experiments.training.parallel import Job, cores, run_jobs
 
 
 def job(name, code):
@@ -108,7 +108,7 @@ def test_all_end_politely_when_this_does(tmp_path, how):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are other ones there")
 def test_who_does_not_listen_is_killed(monkeypatch):
-    monkeypatch.setattr("torchcram.experiments.parallel.PATIENCE", 0.1)
+    monkeypatch.setattr("torchcram.experiments.training.parallel.PATIENCE", 0.1)
     deaf = (
         "import signal, time\n"
         "for name in ('SIGINT', 'SIGTERM'): signal.signal(getattr(signal, name), signal.SIG_IGN)\n"

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from torchcram import CrAM, compressible_weights
 from torchcram.experiments import recipe as module
+from torchcram.experiments.io.yaml_text import dump, parse
 from torchcram.experiments.models import build_model
 from torchcram.experiments.recipe import (
     CompressConfig,
@@ -25,8 +26,7 @@ from torchcram.experiments.recipe import (
     load_recipe,
     recipe_names,
 )
-from torchcram.experiments.recipe_config import AUGMENTS, OPTIMIZERS, PRECISIONS, SCHEDULES
-from torchcram.experiments.yaml_text import dump, parse
+from torchcram.experiments.recipe.schema import AUGMENTS, OPTIMIZERS, PRECISIONS, SCHEDULES
 from torchcram.optim.rules import RULES
 
 HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))

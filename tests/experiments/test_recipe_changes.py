@@ -2,7 +2,7 @@ import pytest
 from runs import recipe
 
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.recipe_changes import (
+from torchcram.experiments.recipe.overrides import (
     finetune_recipe,
     read_at,
     transfer_recipe,

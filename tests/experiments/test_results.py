@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_samples import cram, result, seed, sgd
 
-from torchcram.experiments.differences import differences, flat
-from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import (
+from torchcram.experiments.evaluation.results import (
     Result,
     SeedResult,
     TargetResult,
@@ -21,6 +19,8 @@ from torchcram.experiments.results import (
     std,
     write_result,
 )
+from torchcram.experiments.io.dict_diff import differences, flat
+from torchcram.experiments.recipe import load_recipe
 
 fractions = st.floats(0, 1)
 names = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,8}", fullmatch=True)

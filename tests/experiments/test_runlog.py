@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram.experiments import runlog
-from torchcram.experiments.runlog import EpochRecord, RunLog, read_log
+from torchcram.experiments.training.log import EpochRecord, RunLog, read_log
 
 ONE = EpochRecord(
     epoch=1,

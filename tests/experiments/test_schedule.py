@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from torchcram.experiments.schedule import lr_at, set_lr_
+from torchcram.experiments.training.schedule import lr_at, set_lr_
 
 
 def config(name="cosine", warmup_epochs=2):

@@ -5,8 +5,8 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from torchcram import CrAM
-from torchcram.experiments.build import build_batches, build_initial_model, build_optimizer
-from torchcram.experiments.step import EagerStep, autocast
+from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.training.steps import EagerStep, autocast
 
 
 def prepared(given, seed=0):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchcram.experiments.structure import BadValue, build, plain, require
+from torchcram.experiments.io.dataclass_io import BadValue, build, plain, require
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, strategies
 from runs import CPU, Stop, digits, one_thread, recipe, stop_after
 
-from torchcram.experiments import yaml_text
-from torchcram.experiments.results import read_result
-from torchcram.experiments.run_folder import read_run
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.io import yaml_text
 from torchcram.experiments.sweep import folder_name, read_grid, sweep
+from torchcram.experiments.training.run_folder import read_run
 
 TO = "compress.to=[global:0.5, global:0.9]"
 

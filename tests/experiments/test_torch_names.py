@@ -8,11 +8,11 @@ from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 from torchcram import CrAM
 from torchcram.experiments import fast
-from torchcram.experiments.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.recipe import Recipe, ScheduleConfig, load_recipe
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.schedule import lr_at
-from torchcram.experiments.torch_names import OPTIMIZERS, SCHEDULERS, is_capturable
+from torchcram.experiments.recipe.torch_names import OPTIMIZERS, SCHEDULERS, is_capturable
+from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.schedule import lr_at
 
 NO_DECAY = "optimizer.weight_decay=0"
 SCHEDULES = {

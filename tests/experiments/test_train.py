@@ -17,14 +17,14 @@ from runs import CPU, Stop, digits, recipe, reseal, run, stop_after, weights
 from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
-from torchcram.experiments.build import build_initial_model
-from torchcram.experiments.data import DataSet, Images
+from torchcram.experiments.data.images import DataSet, Images
+from torchcram.experiments.evaluation.oneshot import one_shot
 from torchcram.experiments.models import ConvNet
-from torchcram.experiments.oneshot import one_shot
-from torchcram.experiments.run_folder import read_run
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.schedule import lr_at
-from torchcram.experiments.train import Start, load_trained
+from torchcram.experiments.training.build import build_initial_model
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.run_folder import read_run
+from torchcram.experiments.training.schedule import lr_at
+from torchcram.experiments.training.trainer import Start, load_trained
 
 
 def brighter(data):
@@ -155,7 +155,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from runs import digits, recipe, run
-from torchcram.experiments.step import EagerStep
+from torchcram.experiments.training.steps import EagerStep
 class Slow(EagerStep):
     def run(self):
         time.sleep(0.02)

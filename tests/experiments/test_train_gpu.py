@@ -4,10 +4,10 @@ import pytest
 import torch
 from runs import Stop, digits, recipe, run, stop_after
 
-from torchcram.experiments.evaluate import accuracy_on_test
-from torchcram.experiments.oneshot import one_shot
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.evaluation.evaluate import accuracy_on_test
+from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,7 @@ def test_a_run_may_go_on_on_another_device(tmp_path, data, devices):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_steps_do_not_wait_for_the_device(tmp_path, data):
-    from torchcram.experiments.step import EagerStep
+    from torchcram.experiments.training.steps import EagerStep
 
     class Strict(EagerStep):
         begun = False

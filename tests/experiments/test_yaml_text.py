@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchcram.experiments.yaml_text import dump, merged, override, parse
+from torchcram.experiments.io.yaml_text import dump, merged, override, parse
 
 keys = st.text("abcxyz_-", min_size=1, max_size=6)
 scalars = (

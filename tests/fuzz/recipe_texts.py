@@ -3,7 +3,7 @@
 import json
 
 from fuzz.mutations import change_bytes, change_text
-from torchcram.experiments import yaml_text
+from torchcram.experiments.io import yaml_text
 from torchcram.experiments.recipe import Recipe, _packaged, load_recipe
 
 NAMES = (

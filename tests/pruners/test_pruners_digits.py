@@ -21,7 +21,7 @@ def loss(model, batch):
 
 @pytest.fixture(scope="module")
 def trained():
-    from torchcram.experiments.digits import split_digits
+    from torchcram.experiments.data.images.digits import split_digits
 
     train, labels, test, answers = split_digits()
     train, test = train.flatten(1).float() / 16, test.flatten(1).float() / 16

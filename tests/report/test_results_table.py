@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from result_samples import cram, result, seed, sgd, target
 from rich.console import Console
 
+from torchcram.experiments.evaluation.results import write_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import write_result
 from torchcram.report.marked import END, marked, stale, update_files, update_marked
 from torchcram.report.results_table import NOT_RUN, markdown_table, result_table
 from torchcram.report.summary import labels, points, sort_operators, summaries

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from result_samples import cram, result, seed, sgd
 
 import torchcram.report
-from torchcram.experiments.recipe_changes import as_name
+from torchcram.experiments.recipe.overrides import as_name
 from torchcram.report.runs import COLOURS
 from torchcram.report.runs_page import runs_page
 from torchcram.report.sources import Log

@@ -67,10 +67,15 @@ def compress(
         from torchcram.cli.output import result_output
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show
-        from torchcram.experiments.outcome import RESULT, add_to_results, check_results, measure
-        from torchcram.experiments.recipe_changes import with_targets
-        from torchcram.experiments.results import write_result
-        from torchcram.experiments.train import load_trained
+        from torchcram.experiments.evaluation.results import write_result
+        from torchcram.experiments.evaluation.results_store import (
+            RESULT,
+            add_to_results,
+            check_results,
+            measure,
+        )
+        from torchcram.experiments.recipe.overrides import with_targets
+        from torchcram.experiments.training.trainer import load_trained
         from torchcram.report.results_table import result_table
 
         check_targets(to)
@@ -126,11 +131,11 @@ def evaluate(
     """Test a trained model, or a file with compressed weights of it, on the test split."""
     with errors_in_a_line():
         from torchcram import sparsity
-        from torchcram.experiments.build import target_weights
-        from torchcram.experiments.evaluate import score_on_test
-        from torchcram.experiments.run_folder import load_weights_
-        from torchcram.experiments.text.texts import TextSet
-        from torchcram.experiments.train import load_trained
+        from torchcram.experiments.data.text.texts import TextSet
+        from torchcram.experiments.evaluation.evaluate import score_on_test
+        from torchcram.experiments.training.build import target_weights
+        from torchcram.experiments.training.run_folder import load_weights_
+        from torchcram.experiments.training.trainer import load_trained
 
         where = find_device(device)
         trained = load_trained(run, where)

@@ -69,9 +69,9 @@ def finetune(
     """
     with errors_in_a_line(), stoppable():
         from torchcram.cli.derive_runs import train_on
-        from torchcram.experiments.recipe_changes import as_name, finetune_recipe, read_at
-        from torchcram.experiments.run_folder import read_run
+        from torchcram.experiments.recipe.overrides import as_name, finetune_recipe, read_at
         from torchcram.experiments.sweep import read_grid
+        from torchcram.experiments.training.run_folder import read_run
 
         check_epochs(epochs, [*(sets or ()), *(grid or ())])
         check_sets(sets)
@@ -122,8 +122,8 @@ def transfer(
     with errors_in_a_line(), stoppable():
         from torchcram.cli.derive_runs import train_on
         from torchcram.experiments.recipe import load_recipe
-        from torchcram.experiments.recipe_changes import as_name, read_at, transfer_recipe
-        from torchcram.experiments.run_folder import read_run
+        from torchcram.experiments.recipe.overrides import as_name, read_at, transfer_recipe
+        from torchcram.experiments.training.run_folder import read_run
 
         check_epochs(epochs, sets)
         check_sets(sets)

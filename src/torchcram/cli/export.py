@@ -26,8 +26,8 @@ from torchcram.cli.options import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from torchcram.experiments.evaluation.results import Result
     from torchcram.experiments.export import Exported
-    from torchcram.experiments.results import Result
 
 
 @app.command()
@@ -75,8 +75,8 @@ def export(
         from torchcram.cli.tables import show
         from torchcram.experiments.export import check_export, check_options
         from torchcram.experiments.export import export as write_files
-        from torchcram.experiments.run_folder import MODEL
-        from torchcram.experiments.train import load_trained
+        from torchcram.experiments.training.run_folder import MODEL
+        from torchcram.experiments.training.trainer import load_trained
 
         check_targets(to)
         with usage():

@@ -98,14 +98,14 @@ def _recipes(text: str) -> Listing:
 
 def _models(text: str) -> Listing:
     from torchcram.experiments.models import FORMS, model_names
-    from torchcram.experiments.text.names import ALLOWED
+    from torchcram.experiments.models.text_names import ALLOWED
 
     return ("model",), _with([(name,) for name in [*model_names(), *FORMS, *ALLOWED]], text)
 
 
 def _datasets(text: str) -> Listing:
-    from torchcram.experiments.data import dataset_names
-    from torchcram.experiments.text.tasks import TASKS
+    from torchcram.experiments.data.images import dataset_names
+    from torchcram.experiments.tasks.text_formats import TASKS
 
     rows: list[Row] = [*dataset_names().items()]
     rows += [(name, task.title) for name, task in TASKS.items()]

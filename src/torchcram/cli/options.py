@@ -13,10 +13,10 @@ from torchcram.cli.errors import UsageError, usage
 if TYPE_CHECKING:
     import torch
 
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.ranks import Team
     from torchcram.experiments.recipe import Recipe
-    from torchcram.experiments.step import MakeStep
-    from torchcram.experiments.team import Team
+    from torchcram.experiments.training.steps import MakeStep
 
 DataFolder = Annotated[
     Path, typer.Option("--data", envvar="TORCHCRAM_DATA", help="Where the data lies.")
@@ -116,7 +116,7 @@ def check_epochs(epochs: int | None, overrides: Sequence[str] | None) -> None:
 
 def check_sets(sets: Sequence[str] | None) -> None:
     """Refuses values of --set that are not of the form KEY=VALUE."""
-    from torchcram.experiments.yaml_text import override
+    from torchcram.experiments.io.yaml_text import override
 
     with usage():
         override({}, sets or ())
@@ -135,8 +135,8 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     """Returns how steps are taken."""
     from functools import partial
 
-    from torchcram.experiments.fast import make_step
-    from torchcram.experiments.step import EagerStep
+    from torchcram.experiments.training.cuda_graph_steps import make_step
+    from torchcram.experiments.training.steps import EagerStep
 
     if eager and compiled:
         raise UsageError("--eager and --compile exclude each other")
@@ -161,14 +161,14 @@ def load_in(team: Team, recipe: Recipe, folder: Path, *, download: bool = False)
 
 def load(recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
     """Loads the data of a recipe; says what takes long."""
-    from torchcram.experiments.data import load_data
+    from torchcram.experiments.data.images import load_data
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
     if recipe.text is not None:
-        from torchcram.experiments.text.batches import padding
-        from torchcram.experiments.text.load import load_text
+        from torchcram.experiments.data.text.batches import padding
+        from torchcram.experiments.data.text.load import load_text
 
         data = load_text(recipe, folder, report=say)
         say(

@@ -30,8 +30,8 @@ def result_output(path: Path | None) -> Iterator[Write]:
         path: Path of the file, `-`, or None for none at all. A folder that is not there is made at
             once, so that a command fails before the work rather than after it.
     """
-    from torchcram.experiments import json_text
-    from torchcram.experiments.files import naming_errors, write_atomically
+    from torchcram.experiments.io import json_text
+    from torchcram.experiments.io.files import naming_errors, write_atomically
 
     def to_file(result: DataclassInstance) -> None:
         if path is not None:

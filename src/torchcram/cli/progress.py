@@ -15,8 +15,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from torchcram.experiments.runlog import EpochRecord
-    from torchcram.experiments.train import Progress
+    from torchcram.experiments.training.log import EpochRecord
+    from torchcram.experiments.training.trainer import Progress
 
 LINES = 20  # at most, about, of a training
 
@@ -67,7 +67,7 @@ def watching(style: Style = Style.auto, *, silent: bool = False) -> Iterator[Wat
 
 def hear(tell: Progress, line: str) -> None:
     """Tells what another process said as JSON; lines that are something else are passed over."""
-    from torchcram.experiments.runlog import EpochRecord
+    from torchcram.experiments.training.log import EpochRecord
 
     try:
         news = json.loads(line)

@@ -28,7 +28,7 @@ def report(
     With what `torchcram bench` measured of a run, also its speed and size.
     """
     with errors_in_a_line():
-        from torchcram.experiments.files import write_atomically
+        from torchcram.experiments.io.files import write_atomically
         from torchcram.report.bench_section import read_benches
         from torchcram.report.runs_page import runs_page
         from torchcram.report.sources import read_sources
@@ -86,7 +86,7 @@ def results(
 
 def _show_all(folder: Path) -> None:
     from torchcram.cli.tables import show
-    from torchcram.experiments.results import read_results
+    from torchcram.experiments.evaluation.results import read_results
     from torchcram.report.results_table import result_table
 
     found = read_results(folder)

@@ -65,9 +65,9 @@ def sweep(
         from torchcram import parse_operator
         from torchcram.cli.progress import watching
         from torchcram.cli.tables import show, sweep_table
-        from torchcram.experiments.files import write_atomically
+        from torchcram.experiments.io.files import write_atomically
         from torchcram.experiments.recipe import load_recipe
-        from torchcram.experiments.recipe_changes import with_epochs
+        from torchcram.experiments.recipe.overrides import with_epochs
         from torchcram.experiments.sweep import read_grid
         from torchcram.experiments.sweep import sweep as try_out
 

@@ -10,8 +10,8 @@ from torchcram.report.summary import counted, percent
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from torchcram.experiments.derived import Derived
     from torchcram.experiments.derived_grid import Grid
+    from torchcram.experiments.finetuning import Derived
     from torchcram.experiments.sweep import Point
 
 

@@ -73,7 +73,7 @@ def train(
     with errors_in_a_line(), stoppable():
         from torchcram.cli.train_parallel import train_together
         from torchcram.cli.train_runs import TrainOptions, plan, train_in_turn
-        from torchcram.experiments.team import joined
+        from torchcram.experiments.ranks import joined
 
         if jobs is not None and not parallel:
             raise UsageError("--jobs goes with --parallel")

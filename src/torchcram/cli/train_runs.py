@@ -22,18 +22,18 @@ from torchcram.cli.options import (
 )
 from torchcram.cli.progress import Style, watching
 from torchcram.cli.tables import show
-from torchcram.experiments.outcome import add_to_results, check_results, outcome
+from torchcram.experiments.evaluation.results_store import add_to_results, check_results, outcome
+from torchcram.experiments.ranks import ALONE, Team
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.recipe_changes import with_epochs
-from torchcram.experiments.team import ALONE, Team
-from torchcram.experiments.train import Start, load_trained, train
+from torchcram.experiments.recipe.overrides import with_epochs
+from torchcram.experiments.training.trainer import Start, load_trained, train
 from torchcram.experiments.versions import versions
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
 
 if TYPE_CHECKING:
-    from torchcram.experiments.data import AnyData
-    from torchcram.experiments.results import Result
+    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.evaluation.results import Result
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from torchcram import (
     tune_batchnorm_,
 )
 from torchcram.experiments.bench.record import DENSE
+from torchcram.experiments.data.images.digits import Digits, load_digits
 from torchcram.experiments.demo_deploy import deploy
 from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
-from torchcram.experiments.digits import Digits, load_digits
 from torchcram.experiments.models import ConvNet
 from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.versions import machine_name, versions

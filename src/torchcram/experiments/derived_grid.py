@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.derived import Derived, finetune
 from torchcram.experiments.derived_start import ORIGIN, START
-from torchcram.experiments.files import locked, write_atomically
-from torchcram.experiments.step import EagerStep, MakeStep
-from torchcram.experiments.stopping import held_out_values
+from torchcram.experiments.finetuning import Derived, finetune
+from torchcram.experiments.io.files import locked, write_atomically
 from torchcram.experiments.sweep import Overrides, folder_name, require_same_texts
+from torchcram.experiments.training.steps import EagerStep, MakeStep
+from torchcram.experiments.training.stopping import held_out_values
 
 if TYPE_CHECKING:
     import torch
 
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
-    from torchcram.experiments.train import Progress
+    from torchcram.experiments.training.trainer import Progress
 
 
 @dataclass(frozen=True, eq=False)

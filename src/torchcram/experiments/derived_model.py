@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram import compress_
-from torchcram.experiments.build import place, target_weights
-from torchcram.experiments.pruning import looks_at_data, pruned
-from torchcram.experiments.recipe_changes import DENSE
-from torchcram.experiments.text.texts import TextSet
+from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
+from torchcram.experiments.recipe.overrides import DENSE
+from torchcram.experiments.training.build import place, target_weights
 from torchcram.pruners import Pruner, parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchcram import Operator
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
-    from torchcram.experiments.train import Trained
+    from torchcram.experiments.training.trainer import Trained
 
 
 def small_model(

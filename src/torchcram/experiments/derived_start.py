@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram import masks_of, sparsity
-from torchcram.experiments import json_text
-from torchcram.experiments.build import build_initial_model, place
-from torchcram.experiments.differences import explain_differences
-from torchcram.experiments.evaluate import accuracy_on_test, require_fit, tune_
-from torchcram.experiments.files import write_atomically
+from torchcram.experiments.evaluation.evaluate import accuracy_on_test, require_fit, tune_
+from torchcram.experiments.io import json_text
+from torchcram.experiments.io.dict_diff import explain_differences
+from torchcram.experiments.io.files import write_atomically
 from torchcram.experiments.models import replace_head_
-from torchcram.experiments.recipe_changes import DENSE
-from torchcram.experiments.run import Start
-from torchcram.experiments.run_folder import RUN, load_model_, save_model
+from torchcram.experiments.recipe.overrides import DENSE
 from torchcram.experiments.seeds import global_seed
+from torchcram.experiments.training.build import build_initial_model, place
+from torchcram.experiments.training.run import Start
+from torchcram.experiments.training.run_folder import RUN, load_model_, save_model
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
 
 START, ORIGIN = "start.safetensors", "start.json"

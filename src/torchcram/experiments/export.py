@@ -11,25 +11,25 @@ import torch
 
 from torchcram import artifact
 from torchcram.artifact.embeddings import find_tables, round_tables
-from torchcram.experiments.build import build_batches, target_weights
-from torchcram.experiments.evaluate import score_on_test
-from torchcram.experiments.files import (
+from torchcram.experiments.evaluation.evaluate import score_on_test
+from torchcram.experiments.evaluation.results_store import measure
+from torchcram.experiments.io.files import (
     folder_written_aside,
     naming_errors,
     remove_leftovers,
 )
-from torchcram.experiments.outcome import measure
-from torchcram.experiments.recipe_changes import as_name, with_targets
-from torchcram.experiments.run_folder import save_model
+from torchcram.experiments.recipe.overrides import as_name, with_targets
+from torchcram.experiments.training.build import build_batches, target_weights
+from torchcram.experiments.training.run_folder import save_model
 from torchcram.files import temporary_folder
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchcram.experiments.data import AnyData
-    from torchcram.experiments.results import Result, TargetResult
-    from torchcram.experiments.train import Trained
+    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.evaluation.results import Result, TargetResult
+    from torchcram.experiments.training.trainer import Trained
 
 ENDINGS = {  # of what an export is called, by its format
     "torchcram": ".torchcram.safetensors",
@@ -181,7 +181,7 @@ def _write(
         save_model(model, path)
         return
     if kind == "transformers":
-        from torchcram.experiments.text.models import load_tokenizer
+        from torchcram.experiments.models.text import load_tokenizer
 
         inner: Any = model.model
         with folder_written_aside(path) as aside:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram import parse_operator
-from torchcram.experiments import yaml_text
-from torchcram.experiments.data import AnyData, hold_out
-from torchcram.experiments.outcome import outcome
-from torchcram.experiments.recipe_changes import as_name, with_targets
-from torchcram.experiments.results import mean
-from torchcram.experiments.step import EagerStep, MakeStep
-from torchcram.experiments.text.texts import TextSet
-from torchcram.experiments.train import Progress, train
+from torchcram.experiments.data.images import AnyData, hold_out
+from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.evaluation.results import mean
+from torchcram.experiments.evaluation.results_store import outcome
+from torchcram.experiments.io import yaml_text
+from torchcram.experiments.recipe.overrides import as_name, with_targets
+from torchcram.experiments.training.steps import EagerStep, MakeStep
+from torchcram.experiments.training.trainer import Progress, train
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.files import naming_errors
+from torchcram.experiments.io.files import naming_errors
 from torchcram.files import written_aside
 from torchcram.report.page import demo_page
 from torchcram.report.picture import demo_picture

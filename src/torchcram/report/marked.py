@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchcram.experiments.files import write_atomically
-from torchcram.experiments.results import Result, read_results
+from torchcram.experiments.evaluation.results import Result, read_results
+from torchcram.experiments.io.files import write_atomically
 from torchcram.report.results_table import markdown_table
 
 END = "<!-- end results -->"

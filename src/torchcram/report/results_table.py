@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from torchcram.experiments.evaluation.results import Result, TargetResult, mean
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.recipe_changes import DISTILLED, FINETUNE, as_name
-from torchcram.experiments.results import Result, TargetResult, mean
+from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE, as_name
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 from torchcram.report.table import NOTICEABLE

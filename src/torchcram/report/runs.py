@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchcram.experiments.differences import flat
-from torchcram.experiments.recipe_changes import DISTILLED, FINETUNE
-from torchcram.experiments.results import Result
+from torchcram.experiments.evaluation.results import Result
+from torchcram.experiments.io.dict_diff import flat
+from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
 from torchcram.report import summary
 from torchcram.report.summary import MeanStd, TargetSummary
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchcram.experiments.bench.record import Bench
-from torchcram.experiments.results import Result
+from torchcram.experiments.evaluation.results import Result
 from torchcram.report.bench_section import sections
 from torchcram.report.runs import Group, group_runs
 from torchcram.report.runs_charts import Curve, accuracy_chart, training_chart

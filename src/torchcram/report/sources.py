@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchcram.experiments.differences import differences
-from torchcram.experiments.outcome import RESULT
-from torchcram.experiments.results import Result, read_result, read_results
-from torchcram.experiments.run_folder import RUN
-from torchcram.experiments.runlog import read_log
+from torchcram.experiments.evaluation.results import Result, read_result, read_results
+from torchcram.experiments.evaluation.results_store import RESULT
+from torchcram.experiments.io.dict_diff import differences
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.run_folder import RUN
 
 
 @dataclass(frozen=True)

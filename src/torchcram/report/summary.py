@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
-from torchcram.experiments.differences import flat
-from torchcram.experiments.results import Result, TargetResult, mean, std
+from torchcram.experiments.evaluation.results import Result, TargetResult, mean, std
+from torchcram.experiments.io.dict_diff import flat
 from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
 from torchcram.report import table
 

@@ -11,9 +11,9 @@ from torchcram.experiments.bench.cases import (
     one_shot_model,
     read_targets,
 )
-from torchcram.experiments.oneshot import one_shot
-from torchcram.experiments.outcome import outcome
-from torchcram.experiments.run_folder import load_model_
+from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.results_store import outcome
+from torchcram.experiments.training.run_folder import load_model_
 from torchcram.pruners import parse_pruner
 
 TARGETS = ["global:0.9", "nm:2:4", "global:0.8+int4", "wanda@uniform:0.5"]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from image_trees import tree
 
-from torchcram.experiments.data import (
+from torchcram.experiments.data.images import (
     DataSet,
     Images,
     ResidentBatches,
@@ -10,7 +10,7 @@ from torchcram.experiments.data import (
     calibration_batches,
     make_batches,
 )
-from torchcram.experiments.data.folders import read_folder
+from torchcram.experiments.data.images.folders import read_folder
 
 
 def some(count):

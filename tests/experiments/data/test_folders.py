@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_trees import archive, archive_of, encoded, image, tree
 
-from torchcram.experiments.data import pack
-from torchcram.experiments.data.folders import (
+from torchcram.experiments.data.images import pack
+from torchcram.experiments.data.images.folders import (
     archives_fingerprint,
     find_archives,
     find_folder,

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram.experiments.data import DataSet, Images, Pictures, PictureSet, hold_out
-from torchcram.experiments.data.pictures import File
+from torchcram.experiments.data.images import DataSet, Images, Pictures, PictureSet, hold_out
+from torchcram.experiments.data.images.pictures import File
 
 
 def some(count, classes=2, size=4, channels=3):

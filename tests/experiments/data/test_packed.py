@@ -9,7 +9,7 @@ from image_trees import encoded, image
 from PIL import Image
 from safetensors.torch import save_file
 
-from torchcram.experiments.data import (
+from torchcram.experiments.data.images import (
     DataSet,
     Images,
     PackedError,
@@ -19,7 +19,7 @@ from torchcram.experiments.data import (
     read_packed,
     write_packed,
 )
-from torchcram.experiments.data.pictures import Member
+from torchcram.experiments.data.images.pictures import Member
 
 
 def some(count, height=4, width=5, channels=3):

@@ -2,14 +2,14 @@ import pytest
 import torch
 from PIL import Image
 
-from torchcram.experiments.data import (
+from torchcram.experiments.data.images import (
     Images,
     Part,
     Pictures,
     ResidentBatches,
     StreamBatches,
 )
-from torchcram.experiments.data.pictures import File
+from torchcram.experiments.data.images.pictures import File
 
 COUNT, BATCH = 23, 7
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
-from torchcram.experiments.data import NO_LABEL, Images, ResidentBatches
+from torchcram.experiments.data.images import NO_LABEL, Images, ResidentBatches
 from torchcram.experiments.seeds import mixed
 
 MEAN, STD = (0.3, 0.5, 0.6), (0.2, 0.25, 0.3)

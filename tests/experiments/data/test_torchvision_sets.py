@@ -5,8 +5,8 @@ import pytest
 import torch
 from image_trees import Choice, encoded, image
 
-from torchcram.experiments.data import load_data
-from torchcram.experiments.data.torchvision_sets import SETS, read_torchvision
+from torchcram.experiments.data.images import load_data
+from torchcram.experiments.data.images.torchvision_sets import SETS, read_torchvision
 
 datasets = pytest.importorskip("torchvision.datasets")
 

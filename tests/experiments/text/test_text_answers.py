@@ -8,8 +8,8 @@ import torch
 from commands import run_example, succeed
 
 from torchcram import artifact, sparsity
-from torchcram.experiments.build import target_weights
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.training.build import target_weights
+from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")
 SETS = ["text.length=48", "text.stride=16", "train.batch_size=8", "compress.to=[uniform:0.5]"]

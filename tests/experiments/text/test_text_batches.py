@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram.experiments.data import Part
-from torchcram.experiments.text.batches import LENGTHS, TextBatches, padding, rounded
-from torchcram.experiments.text.texts import Texts
+from torchcram.experiments.data.images import Part
+from torchcram.experiments.data.text.batches import LENGTHS, TextBatches, padding, rounded
+from torchcram.experiments.data.text.texts import Texts
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from torchcram.experiments.bench.cases import Case
 from torchcram.experiments.bench.example import example_batch
 from torchcram.experiments.bench.record import read_bench
 from torchcram.experiments.bench.run import Plan, run_bench
-from torchcram.experiments.build import build_initial_model, target_weights
+from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import read_result
-from torchcram.experiments.text.load import load_text
+from torchcram.experiments.training.build import build_initial_model, target_weights
 from torchcram.pruners import parse_pruner
 
 pytestmark = pytest.mark.usefixtures("_here")

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from tiny_texts import glue_folder, model_folder, question, squad, squad_folder
 
+from torchcram.experiments.data.text import cache
+from torchcram.experiments.data.text.cache import TENSORS, contents
+from torchcram.experiments.data.text.load import load_text
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.text import cache
-from torchcram.experiments.text.cache import TENSORS, contents
-from torchcram.experiments.text.load import load_text
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_what_another_process_made_meanwhile_is_told_of_too(tmp_path, model, mon
         load(recipe(model), folder)
         yield
 
-    monkeypatch.setattr("torchcram.experiments.text.load.taking_turns", other)
+    monkeypatch.setattr("torchcram.experiments.data.text.load.taking_turns", other)
     _, said = load(recipe(model), folder)
     assert said == ["squad: dev: 1 questions skipped, as they have no answer"]
 

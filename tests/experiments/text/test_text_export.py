@@ -8,12 +8,12 @@ from commands import succeed
 from kills import check_kills, needs_fork
 
 from torchcram import artifact, compress, compressible_weights
-from torchcram.experiments.evaluate import score_on_test
-from torchcram.experiments.results import read_result
-from torchcram.experiments.score import Score
-from torchcram.experiments.text.batches import TextBatches
-from torchcram.experiments.text.load import load_text
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.data.text.batches import TextBatches
+from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.evaluation.evaluate import score_on_test
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")
 SETS = ["text.length=48", "text.stride=16", "train.batch_size=8", "compress.to=[uniform:0.5]"]
@@ -98,6 +98,8 @@ def test_a_folder_of_transformers_is_whole_whenever_export_is_killed(
     trained = load_trained(run, torch.device("cpu"))
     data = load_text(trained.recipe, questions)
     monkeypatch.setattr("torchcram.cli.export.load", lambda *_, **__: data)
-    monkeypatch.setattr("torchcram.experiments.oneshot.score", lambda *_, **__: Score(0.5))
+    monkeypatch.setattr(
+        "torchcram.experiments.evaluation.oneshot.score", lambda *_, **__: Score(0.5)
+    )
     words = ("export", run, "--to", "uniform:0.5", "--format", "transformers", "--out", "files")
     assert check_kills(lambda: succeed(*words), folder) > 8

@@ -8,16 +8,16 @@ from runs import recipe as digits_recipe
 from safetensors.torch import load_file
 
 from torchcram.experiments import derived_grid
-from torchcram.experiments.evaluate import score_on_test
-from torchcram.experiments.loop import Loop
-from torchcram.experiments.pruning import pruned
+from torchcram.experiments.evaluation.evaluate import score_on_test
+from torchcram.experiments.evaluation.pruning import pruned
+from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import read_result
-from torchcram.experiments.run_folder import read_run
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.score import Score
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.stopping import StoppingRun, held_out_values
+from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.loop import Loop
+from torchcram.experiments.training.run_folder import read_run
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.stopping import StoppingRun, held_out_values
 
 pytestmark = pytest.mark.usefixtures("_here")
 
@@ -79,7 +79,7 @@ def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, m
 
     monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
     monkeypatch.setattr(StoppingRun, "_save", save)
-    monkeypatch.setattr("torchcram.experiments.stopping.score_on_test", test)
+    monkeypatch.setattr("torchcram.experiments.training.stopping.score_on_test", test)
     succeed(*tuned(finished, questions, "on"))
     assert held_out_values(Path("on")) == [0.1, 0.5, 0.5, 0.4, 0.2]
     assert tested == [6]  # the test split, once

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from torchcram.experiments.derived import finetune
-from torchcram.experiments.fast import make_step
-from torchcram.experiments.oneshot import one_shot
+from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.finetuning import finetune
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.recipe_changes import finetune_recipe
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.stopping import held_out_values
-from torchcram.experiments.text.load import load_text
-from torchcram.experiments.train import train
+from torchcram.experiments.recipe.overrides import finetune_recipe
+from torchcram.experiments.training.cuda_graph_steps import make_step
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.stopping import held_out_values
+from torchcram.experiments.training.trainer import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
-from torchcram.experiments.evaluate import require_fit
-from torchcram.experiments.text.models import TextModel
-from torchcram.experiments.text.texts import Texts, TextSet
+from torchcram.experiments.data.text.texts import Texts, TextSet
+from torchcram.experiments.evaluation.evaluate import require_fit
+from torchcram.experiments.models.text import TextModel
 
 CPU = torch.device("cpu")
 RECIPE = SimpleNamespace(model=SimpleNamespace(name="mine"))

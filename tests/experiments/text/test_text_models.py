@@ -6,10 +6,10 @@ from commands import fail, succeed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchcram.experiments.build import build_initial_model
+from torchcram.experiments.models import minilm
+from torchcram.experiments.models.text import build_text_model, find_model, load_tokenizer
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.text import minilm
-from torchcram.experiments.text.models import build_text_model, find_model, load_tokenizer
+from torchcram.experiments.training.build import build_initial_model
 
 carried = pytest.mark.skipif(
     importlib.util.find_spec(minilm.PACKAGE) is None, reason="the package is not installed"

@@ -10,9 +10,9 @@ from commands import command, fail, succeed
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.text.models import build_text_model, load_tokenizer
-from torchcram.experiments.train import load_trained
+from torchcram.experiments.models.text import build_text_model, load_tokenizer
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.trainer import load_trained
 
 SETS = (
     "text.length=48",

@@ -4,10 +4,10 @@ import tarfile
 import pytest
 from tiny_texts import glue_folder, question, squad
 
-from torchcram.experiments.text import files
-from torchcram.experiments.text.glue import read_tsv
-from torchcram.experiments.text.squad import read_squad
-from torchcram.experiments.text.tasks import TASKS
+from torchcram.experiments.data.text import files
+from torchcram.experiments.data.text.glue import read_tsv
+from torchcram.experiments.data.text.squad import read_squad
+from torchcram.experiments.tasks.text_formats import TASKS
 
 CONTEXT = "The Seine runs through Paris."
 

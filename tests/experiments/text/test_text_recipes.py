@@ -3,7 +3,7 @@ import re
 import pytest
 
 from torchcram.experiments.recipe import Recipe, ScheduleConfig, load_recipe, recipe_names
-from torchcram.experiments.schedule import lr_at
+from torchcram.experiments.training.schedule import lr_at
 
 EVERY = {name: one for name in recipe_names() if (one := load_recipe(name)).text is not None}
 LEVELS = tuple(f"uniform:0.{level}" for level in (5, 6, 7, 8))

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchcram.experiments.evaluate import score
-from torchcram.experiments.score import Score
-from torchcram.experiments.text.batches import TextBatches
-from torchcram.experiments.text.texts import Gold, Texts, TextSet
+from torchcram.experiments.data.text.batches import TextBatches
+from torchcram.experiments.data.text.texts import Gold, Texts, TextSet
+from torchcram.experiments.evaluation.evaluate import score
+from torchcram.experiments.tasks.score import Score
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from torchcram.experiments.text.score import answers, score_answers
-from torchcram.experiments.text.spans import best_spans, span_loss
-from torchcram.experiments.text.texts import Gold, Texts
+from torchcram.experiments.data.text.texts import Gold, Texts
+from torchcram.experiments.tasks.spans import best_spans, span_loss
+from torchcram.experiments.tasks.text_score import answers, score_answers
 
 
 def scores(first, last):

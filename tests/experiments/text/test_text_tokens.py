@@ -6,12 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_texts import WORDS, tokenizer
 
-from torchcram.experiments.text.glue import Labelled
-from torchcram.experiments.text.metrics import exact_match
-from torchcram.experiments.text.score import answers, score_answers
-from torchcram.experiments.text.squad import Answer, Question, Questions
-from torchcram.experiments.text.texts import CONTEXT, TextSet
-from torchcram.experiments.text.tokens import starts, tokenise_questions, tokenise_sentences
+from torchcram.experiments.data.text.glue import Labelled
+from torchcram.experiments.data.text.squad import Answer, Question, Questions
+from torchcram.experiments.data.text.texts import CONTEXT, TextSet
+from torchcram.experiments.data.text.tokens import starts, tokenise_questions, tokenise_sentences
+from torchcram.experiments.tasks.metrics import exact_match
+from torchcram.experiments.tasks.text_score import answers, score_answers
 
 SLOW = {"deadline": None, "max_examples": 40, "suppress_health_check": list(HealthCheck)}
 words = st.sampled_from([*WORDS.split(), "Éclair", "中", "x-ray", "U.S.", "(1850)", "☃"])

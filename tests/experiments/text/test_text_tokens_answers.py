@@ -6,8 +6,8 @@ import pytest
 from tiny_texts import tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from torchcram.experiments.text.squad import Answer, Question, Questions
-from torchcram.experiments.text.tokens import tokenise_questions
+from torchcram.experiments.data.text.squad import Answer, Question, Questions
+from torchcram.experiments.data.text.tokens import tokenise_questions
 
 
 def tokenised(coder, context, begin, end):

@@ -7,14 +7,14 @@ from commands import command, fail, succeed
 from safetensors.torch import load_file
 from tiny_texts import glue_folder, model_folder
 
+from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.results import read_result
-from torchcram.experiments.run_folder import read_run
-from torchcram.experiments.runlog import read_log
-from torchcram.experiments.step import EagerStep
-from torchcram.experiments.text.load import load_text
-from torchcram.experiments.text.texts import TextSet
-from torchcram.experiments.train import train
+from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.run_folder import read_run
+from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.trainer import train
 
 pytestmark = pytest.mark.usefixtures("_here")
 

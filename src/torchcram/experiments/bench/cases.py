@@ -12,19 +12,19 @@ import torch
 
 from torchcram import compress, sparsity
 from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.build import target_weights
-from torchcram.experiments.evaluate import score_on_test, tune_
-from torchcram.experiments.outcome import RESULT
-from torchcram.experiments.pruning import looks_at_data, pruned
-from torchcram.experiments.results import read_result
+from torchcram.experiments.evaluation.evaluate import score_on_test, tune_
+from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.evaluation.results_store import RESULT
+from torchcram.experiments.training.build import target_weights
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchcram import Operator, Weights
-    from torchcram.experiments.data import AnyData
-    from torchcram.experiments.train import Trained
+    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.training.trainer import Trained
 
 CPU = torch.device("cpu")
 Report = Callable[[str], None]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from torchcram import runtime
-from torchcram.experiments.structure import did_you_mean
+from torchcram.experiments.io.dataclass_io import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.data import make_batches
-from torchcram.experiments.text.batches import TextBatches
-from torchcram.experiments.text.texts import TextSet
+from torchcram.experiments.data.images import make_batches
+from torchcram.experiments.data.text.batches import TextBatches
+from torchcram.experiments.data.text.texts import TextSet
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchcram.experiments import json_text
-from torchcram.experiments.files import write_atomically
-from torchcram.experiments.structure import require
+from torchcram.experiments.io import json_text
+from torchcram.experiments.io.dataclass_io import require
+from torchcram.experiments.io.files import write_atomically
 
 FILES = {"cpu": "bench.json", "cuda": "bench-cuda.json"}  # in the folder of a run, by device
 DENSE = "dense"

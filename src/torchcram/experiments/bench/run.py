@@ -15,7 +15,7 @@ from torchcram.experiments.bench.files import Files
 from torchcram.experiments.bench.gpu_engines import gpu_engines
 from torchcram.experiments.bench.record import Bench, Setting, Subject, Timing
 from torchcram.experiments.bench.side_by_side import timings_of
-from torchcram.experiments.text.texts import TextSet
+from torchcram.experiments.data.text.texts import TextSet
 from torchcram.experiments.versions import machine_name, versions
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from torchcram.experiments.bench.cases import Case, Report
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
 
 ROUNDS = 25

@@ -12,19 +12,19 @@ import torch
 from torchcram import artifact
 from torchcram.experiments.bench.cases import Case, Report, cases_of_run, known_accuracies
 from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.build import build_initial_model, target_weights
-from torchcram.experiments.differences import explain_differences
+from torchcram.experiments.io.dataclass_io import plain
+from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.recipe import Recipe
-from torchcram.experiments.run_folder import DataInfo
-from torchcram.experiments.structure import plain
-from torchcram.experiments.train import Trained, load_trained
+from torchcram.experiments.training.build import build_initial_model, target_weights
+from torchcram.experiments.training.run_folder import DataInfo
+from torchcram.experiments.training.trainer import Trained, load_trained
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchcram.artifact import Manifest
-    from torchcram.experiments.data import AnyData
+    from torchcram.experiments.data.images import AnyData
 
 
 class Source(Protocol):
@@ -114,8 +114,8 @@ def open_source(path: Path, targets: Sequence[str]) -> Source:
         ValueError: naming the path, if it is neither, or the targets are not allowed.
     """
     if path.is_dir():
-        from torchcram.experiments.recipe_changes import with_targets
-        from torchcram.experiments.run_folder import read_run
+        from torchcram.experiments.recipe.overrides import with_targets
+        from torchcram.experiments.training.run_folder import read_run
 
         recipe, _ = read_run(path)
         recipe = with_targets(recipe, targets) if targets else recipe

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchcram.experiments.io.dataclass_io import did_you_mean
 from torchcram.experiments.models.cifar import VGG, ResNet18
 from torchcram.experiments.models.factories import (
     FORMS,
@@ -23,7 +24,6 @@ from torchcram.experiments.models.vision import (
     torchvision_model,
     torchvision_names,
 )
-from torchcram.experiments.structure import did_you_mean
 
 TORCHVISION = "torchvision/"
 DIGITS_WIDTHS = (12, 24, 48)

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from torchcram.experiments.structure import did_you_mean
+from torchcram.experiments.io.dataclass_io import did_you_mean
 
 TIMM = "timm/"
 FORMS = (f"{TIMM}NAME", "package.module:factory", "./file.py:factory")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchcram.experiments.structure import did_you_mean
+from torchcram.experiments.io.dataclass_io import did_you_mean
 
 # with these, the model returns scores alone, and does not warn about how it starts
 _OPTIONS: dict[str, dict[str, Any]] = {

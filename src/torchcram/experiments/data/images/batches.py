@@ -1,0 +1,114 @@
+"""Batches of either kind of data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchcram.experiments.data.images.augment import STREAMED
+from torchcram.experiments.data.images.images import DataSet
+from torchcram.experiments.data.images.pictures import PictureSet
+from torchcram.experiments.data.images.resident import ResidentBatches
+from torchcram.experiments.data.images.stream import StreamBatches
+from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.seeds import mixed, seeded
+
+
+def make_batches(
+    data: DataSet | PictureSet,
+    *,
+    train: bool,
+    batch_size: int,
+    augment: str,
+    device: torch.device | str,
+    seed: int,
+    image_size: int | None = None,
+    workers: int | None = None,
+    part: Part = WHOLE,
+) -> ResidentBatches | StreamBatches:
+    """Returns the batches of one split: resident if the images are decoded, else streamed.
+
+    Args:
+        data: what `load_data` returned.
+        train: the training split, shuffled and augmented; else the test split, as it is.
+        batch_size: images of a batch.
+        augment: of the training images.
+        device: where the batches go.
+        seed: of order and augmentation.
+        image_size: of streamed images; resident ones have their size already.
+        workers: of streamed images.
+        part: of every batch in training; of the batches, each as a whole, in a test.
+    """
+    if isinstance(data, DataSet):
+        return ResidentBatches(
+            data.train if train else data.test,
+            batch_size=batch_size,
+            augment=augment,
+            mean=data.mean,
+            std=data.std,
+            device=device,
+            seed=seed,
+            train=train,
+            part=part,
+        )
+    if image_size is None:
+        raise ValueError(f"images that are streamed (augment {STREAMED!r}) need image_size")
+    return StreamBatches(
+        data.train if train else data.test,
+        batch_size=batch_size,
+        augment=augment,
+        image_size=image_size,
+        mean=data.mean,
+        std=data.std,
+        device=device,
+        seed=seed,
+        train=train,
+        workers=workers,
+        part=part,
+    )
+
+
+def calibration_batches(
+    data: DataSet | PictureSet,
+    samples: int,
+    batch_size: int,
+    *,
+    augment: str,
+    device: torch.device | str,
+    seed: int,
+    image_size: int | None = None,
+    workers: int | None = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields augmented training batches of equal size for batch-norm tuning.
+
+    Only the chosen images go to the device.
+
+    Args:
+        data: whose training images to choose from.
+        samples: how many images to choose, all if there are fewer; the last few are left out where
+            batches would not be equal.
+        batch_size: at most.
+        augment: as in training.
+        device: where the batches go.
+        seed: of the choice and the augmentation.
+        image_size: of streamed images.
+        workers: of streamed images.
+    """
+    if samples < 1 or batch_size < 1:
+        raise ValueError(f"{samples} samples in batches of {batch_size}: both are at least 1")
+    order = torch.randperm(len(data.train), generator=seeded(seed, "calibration"))[:samples]
+    steps = -(-len(order) // batch_size)
+    chosen: DataSet | PictureSet = replace(data, train=data.train.take(order))  # type: ignore[arg-type]
+    return make_batches(
+        chosen,
+        train=True,
+        batch_size=len(order) // steps,
+        augment=augment,
+        device=device,
+        seed=mixed(seed, "calibration"),
+        image_size=image_size,
+        workers=workers,
+    ).epoch(0)

@@ -1,0 +1,164 @@
+"""Data sets as class folders, <name>/<split>/<class>/..., on the disk or in .tar.xz archives."""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from torchcram.experiments.data.images.pictures import File, Member, Picture, Pictures, PictureSet
+
+TRAIN, TESTS = "train", ("test", "val")  # the first of the tests that is there is used
+ARCHIVE = ".tar.xz"
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
+
+Split = dict[str, list[Picture]]  # by class
+
+
+def find_folder(name: str, folder: Path) -> Path | None:
+    """Returns the folder of the set: `folder`/`name`, or `folder` itself if that is its name."""
+    for found in (folder / name, folder):
+        if found.absolute().name == name and (found / TRAIN).is_dir():
+            return found
+    return None
+
+
+def find_archives(name: str, folder: Path) -> list[Path]:
+    """Returns NAME.tar.xz, or else the parts NAME-SPLIT.tar.xz and NAME-SPLIT-NUMBER.tar.xz."""
+    whole = folder / f"{name}{ARCHIVE}"
+    if whole.is_file():
+        return [whole]
+    splits = "|".join((TRAIN, *TESTS))
+    part = re.compile(rf"{re.escape(name)}-({splits})(-\d+)?{re.escape(ARCHIVE)}")
+    return sorted(path for path in folder.glob(f"*{ARCHIVE}") if part.fullmatch(path.name))
+
+
+def read_folder(root: Path) -> PictureSet:
+    """Lists the images under `root`, which are decoded when needed."""
+    found: dict[str, Split] = {}
+    for split in (TRAIN, *TESTS):
+        if (root / split).is_dir():
+            classes = sorted(p for p in (root / split).iterdir() if p.is_dir() and _shown(p.name))
+            found[split] = {path.name: _files(path) for path in classes}
+    return _assembled(root.absolute().name, str(root), found)
+
+
+def read_archives(name: str, archives: Sequence[Path]) -> PictureSet:
+    """Reads the encoded images of all archives into memory; nothing is unpacked to the disk."""
+    found: dict[str, Split] = {}
+    seen: set[str] = set()
+    for archive in archives:
+        with _damage_named(archive):
+            _read_archive(name, archive, found, seen)
+    return _assembled(name, ", ".join(map(str, archives)), found)
+
+
+def folder_fingerprint(root: Path) -> str:
+    """Returns what changes when a file under `root` is added, removed, renamed or written."""
+    digest = hashlib.sha256()
+    for directory, subdirectories, files in os.walk(root, followlinks=True):
+        subdirectories.sort()
+        for file in sorted(files):
+            path = Path(directory, file)
+            digest.update(os.fsencode(f"{path.relative_to(root).as_posix()}\0{_stamp(path)}\n"))
+    return f"folder {digest.hexdigest()}"
+
+
+def archives_fingerprint(archives: Sequence[Path]) -> str:
+    """Returns what changes when an archive is added, removed, renamed or written."""
+    return "archives " + ", ".join(f"{path.name} {_stamp(path)}" for path in archives)
+
+
+def _stamp(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"  # a bitmap keeps its size whatever it shows
+
+
+def _shown(name: str) -> bool:
+    return not name.startswith(".")
+
+
+def _is_image(name: str) -> bool:
+    return _shown(name) and name.lower().endswith(SUFFIXES)
+
+
+def _files(folder: Path) -> list[Picture]:
+    found: list[Picture] = []
+    for directory, _, files in os.walk(folder, followlinks=True):
+        found += [File(str(Path(directory, file))) for file in files if _is_image(file)]
+    return found
+
+
+@contextmanager
+def _damage_named(archive: Path) -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
+        raise ValueError(f"{archive} is damaged or no archive: {error}") from error
+
+
+def _read_archive(name: str, archive: Path, found: dict[str, Split], seen: set[str]) -> None:
+    # tarfile's own decompression takes a cut-off file for a complete one
+    with lzma.open(archive) as stream:
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tar:
+                parts = PurePosixPath(member.name).parts
+                if len(parts) < 3 or parts[0] != name or parts[1] not in (TRAIN, *TESTS):
+                    continue
+                if member.isdir():
+                    if len(parts) == 3 and _shown(parts[2]):
+                        found.setdefault(parts[1], {}).setdefault(parts[2], [])
+                    continue
+                if len(parts) == 3 or not _shown(parts[2]) or not _is_image(parts[-1]):
+                    continue
+                where = f"{archive}: {member.name}"
+                content = tar.extractfile(member) if member.isfile() else None
+                if content is None:
+                    raise ValueError(f"{where} is not a plain file")
+                if str(PurePosixPath(member.name)) in seen:
+                    raise ValueError(f"{where} is there twice")
+                seen.add(str(PurePosixPath(member.name)))
+                split = found.setdefault(parts[1], {})
+                split.setdefault(parts[2], []).append(Member(where, content.read()))
+        while stream.read(1 << 20):  # the checksum comes last
+            pass
+
+
+def _assembled(name: str, where: str, found: Mapping[str, Split]) -> PictureSet:
+    """Checks what was found and numbers the classes in the order of their names."""
+    test = next((split for split in TESTS if found.get(split)), None)
+    if not found.get(TRAIN) or test is None:
+        there = ", ".join(sorted(split for split in found if found[split])) or "none"
+        raise ValueError(
+            f"{where}: data set {name!r} needs class folders in {name}/{TRAIN} and in one of "
+            f"{' or '.join(f'{name}/{split}' for split in TESTS)}; with class folders are: {there}"
+        )
+    for split in (TRAIN, test):
+        for label, pictures in found[split].items():
+            if not pictures:
+                raise ValueError(f"{where}: class folder {name}/{split}/{label} has no images")
+    classes = tuple(sorted(found[TRAIN]))
+    unknown = sorted(set(found[test]) - set(classes))
+    if unknown:
+        raise ValueError(
+            f"{where}: {len(unknown)} classes of {name}/{test} are not in {name}/{TRAIN}: "
+            f"{', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
+        )
+    return PictureSet(name, _split(found[TRAIN], classes), _split(found[test], classes), classes)
+
+
+def _split(found: Split, classes: tuple[str, ...]) -> Pictures:
+    pictures: list[Picture] = []
+    labels: list[int] = []
+    for label, key in enumerate(classes):
+        # by name, so that a folder and an archive of it are the same data set
+        pictures += sorted(found.get(key, ()), key=lambda picture: picture.name)
+        labels += [label] * len(found.get(key, ()))
+    return Pictures(tuple(pictures), torch.tensor(labels))

@@ -1,0 +1,143 @@
+"""Batches out of a data set that lives on the device as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from torchcram.experiments.data.images.augment import RESIDENT, check_augment, draw, margins
+from torchcram.experiments.data.images.images import Images
+from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.seeds import seeded
+
+NO_LABEL = -100  # what cross_entropy ignores
+
+
+class ResidentBatches:
+    """Batches of normalised, augmented images, put together on the device.
+
+    All that is random in an epoch is drawn ahead by `start_epoch` and lies in tensors that stay
+    where they are, so that a CUDA graph with `batch` in it serves every epoch. The draws depend on
+    the seed and the epoch only; the values are the same, bit for bit, on every device.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        *,
+        batch_size: int,
+        augment: str,
+        mean: Sequence[float] | Tensor,
+        std: Sequence[float] | Tensor,
+        device: torch.device | str,
+        seed: int,
+        train: bool,
+        part: Part = WHOLE,
+    ) -> None:
+        """Copies the images to the device.
+
+        Args:
+            images: of one split.
+            batch_size: a smaller data set is one batch.
+            augment: "none"; "shift": moved by up to a pixel; "crop-flip": moved by up to an eighth
+                of the size, and flipped left to right or not. Black fills up. Training only.
+            mean: per channel; black is 0, white 1.
+            std: likewise.
+            device: where the images are kept and batches are made.
+            seed: of order and augmentation.
+            train: in random order, without the last batch if it is incomplete; else in the order
+                of the images, with it, and not augmented.
+            part: of every batch in training; of the batches, each as a whole, in a test.
+        """
+        check_augment(augment, RESIDENT)
+        count, height, width, channels = images.images.shape
+        if batch_size < 1 or not count:
+            raise ValueError(f"batch size {batch_size} of {count} images: both are at least 1")
+        if len(mean) != channels or len(std) != channels:
+            raise ValueError(f"mean {mean} and std {std} are not of {channels} channels")
+        self.train = train
+        self.batch_size = min(batch_size, count)
+        self._steps = count // self.batch_size if train else -(-count // self.batch_size)
+        self._numbers = range(self._steps) if train else part.among(self._steps)
+        self._places = part.within(self.batch_size) if train else slice(None)
+        self._seed, self._augment = seed, augment if train else "none"
+        self._source = images.labels
+        self._size = (height, width)
+
+        above, aside = margins(self._augment, height, width)
+        pixels = images.images.to(device)
+        if above or aside:
+            # padded once, a crop never leaves its image
+            pixels = F.pad(pixels, (0, 0, aside, aside, above, above))
+        self._area = pixels.shape[1] * pixels.shape[2]
+        self._pixels = pixels.reshape(-1, channels)
+        self._rows = torch.arange(height, device=device).view(-1, 1) * pixels.shape[2]
+        self._columns = torch.arange(width, device=device)
+        self._mean = _row(mean, width).to(device)
+        self._scale = _row(std, width).reciprocal().to(device)
+
+        shape = (self._steps, len(range(self.batch_size)[self._places]))
+        self._first = torch.empty(shape, dtype=torch.int64, device=device)
+        self._direction = torch.empty_like(self._first)
+        self._labels = torch.empty_like(self._first)
+        self.start_epoch(0)
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch."""
+        return len(self._numbers)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Draws order, crops and flips of the epoch and copies them to where `batch` reads them."""
+        count, needed = len(self._source), self._steps * self.batch_size
+        generator = seeded(self._seed, epoch)
+        if self.train:
+            order = torch.randperm(count, generator=generator)[:needed]
+        else:
+            order = torch.arange(needed).clamp(max=count - 1)
+        first, direction = draw(needed, self._augment, self._size, generator=generator)
+        labels = self._source[order]
+        labels[count:] = NO_LABEL
+        for kept, drawn in (
+            (self._first, order * self._area + first),
+            (self._direction, direction),
+            (self._labels, labels),
+        ):
+            kept.copy_(drawn.view(self._steps, -1)[:, self._places])
+
+    def batch(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns images, (b, channels, h, w) in channels_last, and labels of one batch.
+
+        Runs on the device alone: nothing waits for the host, shapes are the same for every step.
+        Where the last batch of a test is incomplete, its last image is repeated with the label
+        `NO_LABEL`.
+
+        Args:
+            step: which batch of the epoch, int64, of no dimensions, on the device.
+        """
+        place = step.view(1)
+        first = self._first.index_select(0, place).view(-1, 1, 1)
+        direction = self._direction.index_select(0, place).view(-1, 1, 1)
+        read = first + self._rows + direction * self._columns  # (b, h, w)
+        pixels = self._pixels.index_select(0, read.flatten())
+        # row by row, since a CPU is slow with an innermost dimension of three
+        values = pixels.view(len(first), self._size[0], -1).float()
+        values = values.sub_(self._mean).mul_(self._scale)  # two roundings on every device
+        images = values.view(len(first), *self._size, -1).permute(0, 3, 1, 2)
+        return images, self._labels.index_select(0, place).view(-1)
+
+    def epoch(self, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the batches of an epoch; the last one of a test may be smaller."""
+        self.start_epoch(epoch)
+        steps = torch.arange(self._steps, device=self._first.device)
+        for number in self._numbers:
+            images, labels = self.batch(steps[number])
+            left = len(self._source) - number * self.batch_size
+            yield images[:left], labels[:left]
+
+
+def _row(values: Sequence[float] | Tensor, width: int) -> Tensor:
+    """Returns a value per channel, for pixels of 0 to 255, as a row of an image."""
+    return torch.as_tensor(values, dtype=torch.float64).mul(255).float().cpu().repeat(width)

@@ -1,0 +1,148 @@
+"""From the name of a data set to its images."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchcram.experiments.data.images.augment import STREAMED, check_augment
+from torchcram.experiments.data.images.digits import split_digits
+from torchcram.experiments.data.images.folders import (
+    archives_fingerprint,
+    find_archives,
+    find_folder,
+    folder_fingerprint,
+    read_archives,
+    read_folder,
+)
+from torchcram.experiments.data.images.images import DataSet, Images
+from torchcram.experiments.data.images.pictures import PictureSet
+from torchcram.experiments.data.images.store import Report, Source, packed, packed_alone
+from torchcram.experiments.data.images.torchvision_sets import SETS, read_torchvision
+
+if TYPE_CHECKING:
+    from torchcram.experiments.recipe import DataConfig
+
+DIGITS = "digits"
+
+
+def dataset_names() -> dict[str, str]:
+    """Returns the data sets known by name, with a line on each; any class folder is one more."""
+    return {
+        DIGITS: "handwritten digits of scikit-learn, 8x8, grey, 10 classes",
+        **{name: known.title for name, known in SETS.items()},
+    }
+
+
+def load_data(
+    config: DataConfig,
+    folder: Path | None,
+    *,
+    download: bool = False,
+    report: Report | None = None,
+) -> DataSet | PictureSet:
+    """Loads a data set by its name.
+
+    Images are decoded once, into one file beside the data (in the user's cache folder where that
+    is read-only), which is mapped into memory from then on. With the augmentation
+    "resized-crop-flip" they stay as they are, to be decoded while training.
+
+    Args:
+        config: name, augmentation and image size. The name is one of `dataset_names()`, or that of
+            a folder NAME/<split>/<class>/*.jpg or of archives of it, with the splits train and
+            test or val.
+        folder: where the data lies: the data set's folder, or the one with that or the archives.
+        download: whether to download what torchvision can and the folder lacks.
+        report: called with a line before something that takes long.
+    """
+    check_augment(config.augment)
+    if config.image_size is not None and config.image_size < 1:
+        raise ValueError(f"image_size {config.image_size!r} is not a positive number")
+    if config.name == DIGITS:
+        return _digits(config)
+    if folder is None:
+        raise ValueError(f"data set {config.name!r} needs the folder that the data lies in")
+    if not config.name or Path(config.name).name != config.name or config.name == "..":
+        raise ValueError(f"data set {config.name!r} is not the name of a folder")
+    source = _find(config.name, folder, download)
+    if config.augment == STREAMED:
+        return _streamed(config, folder, source)
+    if source is not None:
+        return packed(config.name, config.image_size, source, report=report)
+    data = packed_alone(config.name, config.image_size, folder)
+    if data is None:
+        raise _missing(config.name, folder)
+    return data
+
+
+def _digits(config: DataConfig) -> DataSet:
+    """Splits the digits as the demonstration does."""
+    if config.augment == STREAMED or config.image_size not in (None, 8):
+        raise ValueError(
+            f"data set {DIGITS!r} is 8x8 and resident: augment {config.augment!r} with image_size "
+            f"{config.image_size!r} does not go with it"
+        )
+    train, labels, test, test_labels = split_digits()
+    learnt, tested = (
+        Images(pixels.mul(15).to(torch.uint8).unsqueeze(-1), targets)  # still whole numbers
+        for pixels, targets in ((train, labels), (test, test_labels))
+    )
+    return DataSet(DIGITS, learnt, tested, tuple(map(str, range(10))))
+
+
+def _find(name: str, folder: Path, download: bool) -> Source | None:
+    known = SETS.get(name)
+    if known is not None:
+        download = download and known.downloadable
+        above = folder.absolute().parent
+        itself = folder.absolute().name == Path(known.folder).parts[0]
+        if (folder / known.folder).is_dir():
+            root = folder
+        elif itself and (above / known.folder).is_dir():
+            root = above
+        elif download:
+            root = folder
+        else:
+            return None
+        read = partial(read_torchvision, name, root, download=download)
+        return Source(root, lambda: f"torchvision {known}", read)
+    found = find_folder(name, folder)
+    if found is not None:
+        root = found.absolute().parent
+        return Source(root, partial(folder_fingerprint, found), partial(read_folder, found))
+    archives = find_archives(name, folder)
+    if archives:
+        fingerprint = partial(archives_fingerprint, archives)
+        return Source(folder, fingerprint, partial(read_archives, name, archives), streams=False)
+    return None
+
+
+def _missing(name: str, folder: Path) -> ValueError:
+    known = SETS.get(name)
+    if known is None:
+        return ValueError(
+            f"data set {name!r} is not in {folder}: looked for {name}/train, {name}.tar.xz and "
+            f"{name}-train.tar.xz or {name}-train-1.tar.xz. Known by name are: "
+            f"{', '.join(dataset_names())}"
+        )
+    how = "download it (--download)" if known.downloadable else "it cannot be downloaded"
+    return ValueError(
+        f"data set {name!r} is not in {folder}: looked for {known.folder}, as torchvision's "
+        f"{known.loader} has it; {how}"
+    )
+
+
+def _streamed(config: DataConfig, folder: Path, source: Source | None) -> PictureSet:
+    if config.image_size is None:
+        raise ValueError(f"augment {STREAMED!r} needs image_size, the size of what is cut out")
+    if source is None:
+        raise _missing(config.name, folder)
+    if not source.streams:
+        raise ValueError(
+            f"augment {STREAMED!r} reads single files: unpack the archives of {config.name!r} in "
+            f"{folder} first (tar -xJf)"
+        )
+    return source.read()

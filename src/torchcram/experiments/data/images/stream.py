@@ -1,0 +1,142 @@
+"""Batches out of image files that are decoded while training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from torchcram.experiments.data.images.augment import STREAMED, check_augment
+from torchcram.experiments.data.images.pictures import Pictures, decode
+from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.seeds import global_seed, mixed, seeded
+
+MAX_WORKERS = 16
+MARGIN = 256 / 224  # short side of a test image before its centre is cut out, in sizes
+
+AugmentedIndex = tuple[int, int]  # which image, and the seed of its augmentation
+
+
+class StreamBatches:
+    """Batches of normalised images; order and augmentation depend on seed and epoch only.
+
+    Every image is augmented with random numbers of its own, so that the number of workers does
+    not matter.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        *,
+        batch_size: int,
+        augment: str,
+        image_size: int,
+        mean: Sequence[float] | Tensor,
+        std: Sequence[float] | Tensor,
+        device: torch.device | str,
+        seed: int,
+        train: bool,
+        workers: int | None = None,
+        part: Part = WHOLE,
+    ) -> None:
+        """Sets up the workers, which start with the first epoch.
+
+        Args:
+            pictures: of one split.
+            batch_size: a smaller data set is one batch.
+            augment: "resized-crop-flip", a random part of the image at a random scale, flipped left
+                to right or not; "none", its centre. Training only.
+            image_size: of what is cut out.
+            mean: per channel; black is 0, white 1.
+            std: likewise.
+            device: where the batches go.
+            seed: of order and augmentation.
+            train: in random order, without the last batch if it is incomplete; else in the order
+                of the images, with it, and not augmented.
+            workers: processes that decode; 0: this one; None: as many as there are cores.
+            part: of every batch in training; of the batches, each as a whole, in a test.
+        """
+        check_augment(augment, ("none", STREAMED))
+        if min(batch_size, image_size, len(pictures)) < 1:
+            raise ValueError(
+                f"batch size {batch_size} of {len(pictures)} images of size {image_size}: "
+                "all are at least 1"
+            )
+        self._plan = _Plan(len(pictures), min(batch_size, len(pictures)), seed, train, part)
+        self._device = torch.device(device)
+        self._mean = _channels(mean).to(device)
+        self._scale = _channels(std).reciprocal().to(device)
+        if workers is None:
+            workers = min(MAX_WORKERS, os.cpu_count() or 1)
+        self._loader = DataLoader(
+            _Decoded(pictures, image_size, augment=train and augment == STREAMED),
+            batch_sampler=self._plan,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self._device.type == "cuda",
+            generator=torch.Generator(),  # else the global one is drawn from
+        )
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch."""
+        return len(self._plan)
+
+    def epoch(self, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields images, (b, 3, size, size) in channels_last, and labels of every batch."""
+        self._plan.epoch = epoch
+        for images, labels in self._loader:
+            moved = images.to(self._device, non_blocking=True)
+            values = moved.float().contiguous(memory_format=torch.channels_last)
+            values.sub_(self._mean).mul_(self._scale)
+            yield values, labels.to(self._device, non_blocking=True)
+
+
+class _Plan(Sampler[list[AugmentedIndex]]):
+    """Which images make up the batches of an epoch, each with a seed."""
+
+    def __init__(self, count: int, batch_size: int, seed: int, train: bool, part: Part) -> None:
+        self.epoch = 0
+        self._count, self._batch_size = count, batch_size
+        self._seed, self._train = seed, train
+        steps = count // batch_size if train else -(-count // batch_size)
+        self._numbers = range(steps) if train else part.among(steps)
+        self._places = part.within(batch_size) if train else slice(None)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[list[AugmentedIndex]]:
+        order = torch.arange(self._count)
+        if self._train:
+            order = torch.randperm(self._count, generator=seeded(self._seed, self.epoch))
+        for number in self._numbers:
+            chosen = order[number * self._batch_size :][: self._batch_size][self._places]
+            yield [(place, mixed(self._seed, self.epoch, place)) for place in chosen.tolist()]
+
+
+class _Decoded(Dataset[tuple[Tensor, int]]):
+    """Decodes, cuts and augments one image at a time."""
+
+    def __init__(self, pictures: Pictures, image_size: int, *, augment: bool) -> None:
+        from torchvision.transforms import v2
+
+        self._pictures, self._labels = pictures.pictures, pictures.labels
+        if augment:
+            cut = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+        else:
+            cut = [v2.Resize(round(image_size * MARGIN)), v2.CenterCrop(image_size)]
+        self._transform = v2.Compose([*cut, v2.PILToTensor()])
+
+    def __getitem__(self, index: AugmentedIndex) -> tuple[Tensor, int]:
+        place, seed = index
+        image = decode(self._pictures[place])
+        with global_seed(seed):  # which torchvision draws by
+            return self._transform(image), int(self._labels[place])
+
+
+def _channels(values: Sequence[float] | Tensor) -> Tensor:
+    """Returns a value per channel, for pixels of 0 to 255, to broadcast over a batch."""
+    return torch.as_tensor(values, dtype=torch.float64).mul(255).float().cpu().view(1, -1, 1, 1)

@@ -1,0 +1,180 @@
+"""The data sets that torchvision knows how to get: CIFAR and those for transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchcram.experiments.data.images.pictures import Item, Pictures, PictureSet
+from torchcram.experiments.seeds import seeded
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TorchvisionSet:
+    """How torchvision is asked for a data set.
+
+    Attributes:
+        title: in a line.
+        loader: class in torchvision.datasets.
+        folder: that the files are in, inside the data folder.
+        train: arguments for each part of the training split.
+        test: arguments for the test split; None: there is one split, divided by `per_class`.
+        labels: attribute with the labels, or with pairs of a file and a label.
+        per_class: images of every class to train on and to test on, None: all others.
+        downloadable: whether the files can still be downloaded.
+    """
+
+    title: str
+    loader: str
+    folder: str
+    train: tuple[Arguments, ...] = ({"split": "train"},)
+    test: Arguments | None = field(default_factory=lambda: {"split": "test"})
+    labels: str = "_labels"
+    per_class: tuple[int, int | None] = (0, 0)
+    downloadable: bool = True
+
+
+TRAIN_AND_VAL = ({"split": "train"}, {"split": "val"})
+TRAINVAL = ({"split": "trainval"},)
+CIFAR_TRAIN, CIFAR_TEST = ({"train": True},), {"train": False}
+
+SETS: Mapping[str, TorchvisionSet] = {
+    "cifar10": TorchvisionSet(
+        "CIFAR-10, 32x32, 10 classes",
+        loader="CIFAR10",
+        folder="cifar-10-batches-py",
+        train=CIFAR_TRAIN,
+        test=CIFAR_TEST,
+        labels="targets",
+    ),
+    "cifar100": TorchvisionSet(
+        "CIFAR-100, 32x32, 100 classes",
+        loader="CIFAR100",
+        folder="cifar-100-python",
+        train=CIFAR_TRAIN,
+        test=CIFAR_TEST,
+        labels="targets",
+    ),
+    "caltech101": TorchvisionSet(
+        "Caltech-101, 30 images of each of 101 classes to train on, the others to test on",
+        loader="Caltech101",
+        folder="caltech101",
+        train=({},),
+        test=None,
+        labels="y",
+        per_class=(30, None),
+    ),
+    "caltech256": TorchvisionSet(
+        "Caltech-256, 60 images of each of 257 classes to train on, the others to test on",
+        loader="Caltech256",
+        folder="caltech256",
+        train=({},),
+        test=None,
+        labels="y",
+        per_class=(60, None),
+    ),
+    "dtd": TorchvisionSet(
+        "Describable Textures, 47 classes, partition 1",
+        loader="DTD",
+        folder="dtd/dtd",
+        train=TRAIN_AND_VAL,
+    ),
+    "fgvc-aircraft": TorchvisionSet(
+        "FGVC-Aircraft, 100 variants",
+        loader="FGVCAircraft",
+        folder="fgvc-aircraft-2013b",
+        train=TRAINVAL,
+    ),
+    "flowers102": TorchvisionSet(
+        "Oxford Flowers, 102 classes",
+        loader="Flowers102",
+        folder="flowers-102",
+        train=TRAIN_AND_VAL,
+    ),
+    "food101": TorchvisionSet("Food-101, 101 classes", loader="Food101", folder="food-101"),
+    "oxford-iiit-pet": TorchvisionSet(
+        "Oxford-IIIT Pet, 37 classes",
+        loader="OxfordIIITPet",
+        folder="oxford-iiit-pet",
+        train=TRAINVAL,
+    ),
+    "stanford-cars": TorchvisionSet(
+        "Stanford Cars, 196 classes; cannot be downloaded any more",
+        loader="StanfordCars",
+        folder="stanford_cars",
+        labels="_samples",
+        downloadable=False,
+    ),
+    "sun397": TorchvisionSet(
+        "SUN397, 50 images of each of 397 classes to train on, 50 to test on",
+        loader="SUN397",
+        folder="SUN397",
+        train=({},),
+        test=None,
+        per_class=(50, 50),
+    ),
+}
+
+
+def read_torchvision(name: str, root: Path, *, download: bool) -> PictureSet:
+    """Lists the images of the data set `name` in the data folder `root`.
+
+    Args:
+        name: a key of `SETS`.
+        root: the folder with the data set's own folder.
+        download: whether to get what is missing; torchvision checks what it got.
+    """
+    known = SETS[name]
+    train = [_open(name, root, arguments, download) for arguments in known.train]
+    classes = getattr(train[0], "classes", None) or getattr(train[0], "categories", None)
+    if known.test is None:
+        learnt, tested = _divided(name, _pictures(name, train[0]))
+    else:
+        parts = [_pictures(name, dataset) for dataset in train]
+        learnt = Pictures(
+            tuple(picture for part in parts for picture in part.pictures),
+            torch.cat([part.labels for part in parts]),
+        )
+        tested = _pictures(name, _open(name, root, known.test, download))
+    if classes is None:  # Flowers102 of older versions names none
+        classes = [str(label) for label in range(int(learnt.labels.max()) + 1)]
+    return PictureSet(name, learnt, tested, tuple(classes))
+
+
+def _open(name: str, root: Path, arguments: Arguments, download: bool) -> Any:  # noqa: ANN401
+    from torchvision import datasets
+
+    loader = getattr(datasets, SETS[name].loader)
+    try:
+        return loader(str(root), **arguments, download=download)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"data set {name!r} cannot be read from {root}: {error}") from error
+
+
+def _pictures(name: str, dataset: Any) -> Pictures:  # noqa: ANN401
+    values = getattr(dataset, SETS[name].labels)
+    labels = [int(value[1] if isinstance(value, tuple) else value) for value in values]
+    order: Sequence[int] = range(len(labels))
+    if name == "sun397":  # torchvision lists the files as the disk has them
+        order = sorted(order, key=lambda index: dataset._image_files[index].as_posix())
+    pictures = tuple(Item(f"image {index} of {name}", dataset, index) for index in order)
+    return Pictures(pictures, torch.tensor([labels[index] for index in order]))
+
+
+def _divided(name: str, whole: Pictures) -> tuple[Pictures, Pictures]:
+    """Draws the images of every class to train and to test on, the same every time."""
+    generator = seeded("split", name)
+    train, test = [], []
+    count, rest = SETS[name].per_class
+    for label in whole.labels.unique():
+        members = (whole.labels == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator)]
+        train.append(members[:count])
+        test.append(members[count:][:rest])
+    return whole.take(torch.cat(train).sort().values), whole.take(torch.cat(test).sort().values)

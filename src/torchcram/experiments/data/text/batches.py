@@ -1,0 +1,171 @@
+"""Batches of texts that live on the device as a whole, padded to few lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.data.text.texts import Texts
+from torchcram.experiments.seeds import seeded
+
+# what sequences are padded to: few, so that there are few shapes; closer where they are short
+LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, *range(256, 1 << 14, 64))
+TEST_TOKENS = 1 << 15  # of a test batch, about
+
+
+class TextBatches:
+    """Batches of sequences of about one length, put together on the device.
+
+    Sequences are taken by their length rounded up to one of `LENGTHS`, and what is left over of one
+    length goes to the next one, so that an epoch has as many batches as if they were of any length.
+    The order depends on the seed and the epoch only.
+
+    Where `Texts.parts` says so, an epoch here is only a part of one: of four, epoch 5 is the second
+    quarter of epoch 1. All have as many batches; a few may be left over.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        *,
+        batch_size: int,
+        device: torch.device | str,
+        seed: int,
+        train: bool,
+        part: Part = WHOLE,
+    ) -> None:
+        """Copies the tokens to the device.
+
+        Args:
+            texts: of one split.
+            batch_size: in training; fewer sequences are one batch.
+            device: where the tokens are kept and batches are made.
+            seed: of the order.
+            train: in random order, without the last few sequences where they make no batch; else
+                all of them, the short ones first, in batches of a size that suits their length.
+            part: of every batch in training; of the batches, each as a whole, in a test.
+        """
+        count = len(texts)
+        if batch_size < 1 or not count:
+            raise ValueError(f"batch size {batch_size} of {count} sequences: both are at least 1")
+        self.texts, self.train = texts, train
+        self.batch_size = min(batch_size, count)
+        self._seed, self._part = seed, part
+        self._lengths = texts.lengths
+        self._rounded = rounded(self._lengths)
+        if train:
+            part.within(self.batch_size)  # refuses what cannot be divided
+        parts = texts.parts if train else 1
+        if count // self.batch_size < parts:
+            raise ValueError(f"{count // self.batch_size} batches do not make {parts} parts")
+        self._parts = parts
+        self._tokens, self._kinds = texts.tokens.to(device), texts.kinds.to(device)
+        self._starts = (texts.ends - self._lengths).to(device)
+        self._counts, self._labels = self._lengths.to(device), texts.labels.to(device)
+        self._places: list[Tensor] = []
+        self.lengths: list[int] = []  # of the batches of the epoch
+        self.start_epoch(0)
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch."""
+        return len(self.lengths)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Draws the order of the epoch and copies it to the device."""
+        device = self._tokens.device
+        if self.train:
+            epoch, part = divmod(epoch, self._parts)
+            batches = self._drawn(seeded(self._seed, epoch))
+            count = len(batches) // self._parts
+            batches = batches[part * count : (part + 1) * count]
+        elif self._places:
+            return  # always the same
+        else:
+            batches = self._in_order()
+        self.lengths = [int(self._rounded[places].max()) for places in batches]
+        if self.train:
+            kept = self._part.within(self.batch_size)
+            self._places = list(torch.stack(batches)[:, kept].to(device))
+        else:
+            self._places = [places.to(device) for places in batches]
+
+    def of_every_length(self) -> dict[int, Tensor]:
+        """Returns a training batch of every length there is, in whichever part of an epoch."""
+        device, kept = self._tokens.device, self._part.within(self.batch_size)
+        found = self._drawn(seeded(self._seed, 0))
+        return {int(self._rounded[one].max()): one[kept].to(device) for one in found}
+
+    def places(self, number: int) -> Tensor:
+        """Returns which sequences are in a batch, on the device."""
+        return self._places[number]
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Returns (b, 2, t) tokens and their kinds as int32, 0 at padding, and the labels.
+
+        Args:
+            number: which batch of the epoch, from 0.
+        """
+        return self.at(self._places[number], self.lengths[number])
+
+    def at(self, places: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Returns a batch of the sequences at `places`; runs on the device alone.
+
+        Args:
+            places: int64, (b,), on the device.
+            length: that all are padded to; none may be longer.
+        """
+        steps = torch.arange(length, device=places.device)
+        present = steps < self._counts[places].unsqueeze(1)  # (b, t)
+        read = (self._starts[places].unsqueeze(1) + steps).clamp_(max=len(self._tokens) - 1)
+        tokens, kinds = self._tokens[read], self._kinds[read].int()
+        inputs = torch.stack((tokens, kinds), dim=1) * present.unsqueeze(1)
+        return inputs, self._labels[places]
+
+    def epoch(self, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the batches of an epoch."""
+        self.start_epoch(epoch)
+        for number in range(len(self)):
+            yield self.batch(number)
+
+    @property
+    def padding(self) -> float:
+        """The fraction of the tokens of the epoch that is padding."""
+        real = sum(int(self._counts[places].sum()) for places in self._places)
+        return 1 - real / sum(
+            len(places) * length for places, length in zip(self._places, self.lengths, strict=True)
+        )
+
+    def _drawn(self, generator: torch.Generator) -> list[Tensor]:
+        """Returns the places of every batch, batches and sequences in random order."""
+        order = torch.randperm(len(self._lengths), generator=generator)
+        batches: list[Tensor] = []
+        left = order[:0]
+        for length in self._rounded.unique(sorted=True):
+            alike = torch.cat((left, order[self._rounded[order] == length]))
+            whole = len(alike) // self.batch_size * self.batch_size
+            batches += alike[:whole].split(self.batch_size) if whole else ()
+            left = alike[whole:]
+        return [batches[place] for place in torch.randperm(len(batches), generator=generator)]
+
+    def _in_order(self) -> list[Tensor]:
+        order = self._lengths.argsort(stable=True)
+        batches: list[Tensor] = []
+        for length in self._rounded.unique(sorted=True):
+            alike = order[self._rounded[order] == length]
+            batches += alike.split(max(1, TEST_TOKENS // int(length)))
+        return [batches[number] for number in self._part.among(len(batches))]
+
+
+def rounded(lengths: Tensor) -> Tensor:
+    """Returns lengths rounded up to one of `LENGTHS`, none beyond the longest of them."""
+    steps = torch.tensor(LENGTHS)
+    place = torch.searchsorted(steps, lengths).clamp_(max=len(steps) - 1)
+    return torch.maximum(steps[place], lengths).clamp_(max=int(lengths.max()))
+
+
+def padding(texts: Texts, batch_size: int) -> float:
+    """Returns the fraction of the tokens in training batches that is padding."""
+    return TextBatches(texts, batch_size=batch_size, device="cpu", seed=0, train=True).padding

@@ -1,0 +1,1 @@
+"""Strict dataclasses from YAML and JSON, atomic files, locks."""

@@ -1,0 +1,172 @@
+"""Language models of Transformers, with a head for the task."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcram.experiments.data.text.texts import CONTEXT
+from torchcram.experiments.models.minilm import find_package
+from torchcram.experiments.models.text_names import MINILM, TRANSFORMERS
+from torchcram.experiments.tasks.text_formats import SQUAD, TASKS
+
+FOLDER = "TORCHCRAM_MODELS"  # the variable of the environment that names a folder of models
+
+
+class TextModel(nn.Module):
+    """A model of Transformers, called with one tensor as nets for images are.
+
+    Args:
+        model: with a head for answers or for classes.
+        task: one of `TASKS`.
+    """
+
+    def __init__(self, model: nn.Module, task: str) -> None:
+        super().__init__()
+        self.model = model
+        self._spans = task == SQUAD
+        config: Any = model.config
+        accepts = inspect.signature(model.forward).parameters
+        self._types = "token_type_ids" in accepts and getattr(config, "type_vocab_size", 0) > 1
+        self._square = _takes_square_masks(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, 2, t) tokens and their kinds, 0 for padding, to scores.
+
+        Returns:
+            (n, classes); or for answers (n, t, 2), of a token to be the first and the last one,
+            -inf at padding.
+        """
+        tokens, kinds = x[:, 0], x[:, 1]
+        present = kinds > 0
+        options = {}
+        if self._types:
+            options["token_type_ids"] = (kinds % CONTEXT - 1).clamp(min=0)
+        mask = present.long()
+        if self._square:  # the model would wait for the device to see whether there is padding
+            mask = present[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
+        found = self.model(input_ids=tokens, attention_mask=mask, **options)
+        if not self._spans:
+            logits: Tensor = found.logits
+            return logits
+        scores = torch.stack((found.start_logits, found.end_logits), dim=-1)
+        return scores.masked_fill(present.logical_not().unsqueeze(-1), float("-inf"))
+
+
+def _takes_square_masks(config: Any) -> bool:  # noqa: ANN401
+    """Whether a model takes, for every token, which others it sees; BERT of Transformers 5 does."""
+    import transformers
+
+    modern = int(transformers.__version__.split(".")[0]) >= 5
+    attention = getattr(config, "_attn_implementation", None)
+    return modern and attention == "sdpa" and config.model_type in ("bert", "roberta")
+
+
+def find_model(name: str) -> str:
+    """Returns what Transformers loads a model from: a folder, or a name of its hub.
+
+    Args:
+        name: "minilm-l6", "transformers/NAME" or a path. The first two are looked for in the folder
+            $TORCHCRAM_MODELS before anywhere else.
+
+    Raises:
+        ValueError: if there is no such folder, or the package of minilm-l6 is missing.
+    """
+    bare = name.removeprefix(TRANSFORMERS)
+    folder = os.environ.get(FOLDER)
+    own = name == MINILM or name.startswith(TRANSFORMERS)
+    if own and folder and (Path(folder) / bare / "config.json").is_file():
+        return str(Path(folder) / bare)
+    if name == MINILM:
+        return str(find_package())
+    if name.startswith(TRANSFORMERS):
+        return bare
+    path = Path(name).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model {name!r}: {path} is no folder of a model, there is no config.json")
+    return str(path)
+
+
+def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
+    """Returns a model with a head for a task; the head is a fresh one unless the folder has it.
+
+    Args:
+        name: as `find_model` takes it.
+        task: one of `TASKS`.
+        pretrained: with the weights of the folder; else freshly initialised.
+
+    Raises:
+        ValueError: if it cannot be had, or does not go with the task.
+    """
+    import transformers
+
+    source = find_model(name)
+    kind: Any = transformers.AutoModelForSequenceClassification
+    if task == SQUAD:
+        kind = transformers.AutoModelForQuestionAnswering
+    with _named(name, task), _quiet():
+        labels = len(TASKS[task].classes)
+        config = transformers.AutoConfig.from_pretrained(source, num_labels=labels)
+        # a model in half precision is trained, and read again, in full
+        if not pretrained:
+            return TextModel(kind.from_config(config, dtype=torch.float32), task)
+        model = kind.from_pretrained(source, config=config, dtype=torch.float32)
+        return TextModel(model.train(), task)
+
+
+def load_tokenizer(name: str) -> Any:  # noqa: ANN401
+    """Returns the fast tokenizer of a model.
+
+    Raises:
+        ValueError: if it cannot be had, knows no words, or is not a fast one, which knows the
+            places of tokens.
+    """
+    import transformers
+
+    source = find_model(name)
+    with _named(name, None), _quiet():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    if not tokenizer.is_fast:
+        raise ValueError(f"model {name!r} has no fast tokenizer, which knows the places of tokens")
+    # Transformers makes an empty one where the files are missing; that of T5 has a mark for blanks
+    if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}:
+        raise ValueError(
+            f"model {name!r} has no tokenizer: its vocabulary has no words; needed are its files, "
+            "as tokenizer.json or vocab.txt"
+        )
+    tokenizer.model_max_length = int(1e9)  # `text.length` says how long sequences are
+    return tokenizer
+
+
+@contextmanager
+def _named(name: str, task: str | None) -> Iterator[None]:
+    """Tells of errors of Transformers with the name of the model in front."""
+    what = "its tokenizer" if task is None else f"a head for {task}"
+    try:
+        yield
+    except Exception as error:  # damaged files raise whatever the libraries below do
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"model {name!r} cannot be loaded with {what}: {said}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Transformers from telling that the head is a fresh one, and from its bars."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

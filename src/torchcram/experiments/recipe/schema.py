@@ -1,0 +1,529 @@
+"""Schema of a recipe: its sections, as frozen dataclasses that refuse impossible values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchcram import Operator, parse_operator
+from torchcram.experiments.data.images.augment import AUGMENTS, STREAMED
+from torchcram.experiments.io.dataclass_io import (
+    UNLESS_DEFAULT,
+    BadValue,
+    build,
+    did_you_mean,
+    plain,
+    require,
+    require_one_of,
+    shown,
+)
+from torchcram.experiments.models import (
+    FORMS,
+    TIMM,
+    TORCHVISION,
+    is_model_name,
+    own_model_names,
+    takes_args,
+    with_absolute_path,
+)
+from torchcram.experiments.models.text_names import ALLOWED, is_text_model
+from torchcram.experiments.recipe.torch_names import (
+    OPTIMIZERS as TORCH_OPTIMIZERS,
+)
+from torchcram.experiments.recipe.torch_names import (
+    SCHEDULERS,
+    arguments_of,
+    has_weight_decay,
+    learning_rates,
+    make_optimizer,
+)
+from torchcram.experiments.tasks.score import ACCURACY
+from torchcram.experiments.tasks.text_formats import TASKS
+from torchcram.operators.parse import operator_syntax
+from torchcram.optim.rules import RULES
+from torchcram.pruners import parse_pruner
+from torchcram.pruners.parse import pruner_syntax
+
+PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("sgd", "adamw")
+SCHEDULES = ("cosine", "constant", "linear")
+INTERVALS = ("epoch", "step")
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a file name that is neither hidden nor ".."
+_NAME = re.compile(f"{_PART}/{_PART}/{_PART}")
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """How texts become tokens; a recipe with this section is about language.
+
+    Attributes:
+        task: the format of the data and what it is scored by.
+        length: of a sequence in tokens, at most.
+        stride: by how many tokens windows on a long paragraph overlap.
+    """
+
+    task: str
+    length: int = 384
+    stride: int = 128
+
+    def __post_init__(self) -> None:
+        require_one_of("task", self.task, TASKS)
+        require(self.length >= 16, "length", self.length, "at least 16")
+        fits = 0 <= self.stride <= self.length // 3
+        require(fits, "stride", self.stride, f"from 0 to {self.length // 3}, a third of length")
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """Ends a training once it does not get better; only with texts.
+
+    Attributes:
+        held_out: the fraction of the training set that it is tested on meanwhile, and not trained.
+        tests: in an epoch, at equal distances; at most one after every batch.
+        patience: the tests in a row that may bring nothing better.
+    """
+
+    held_out: float = 0.1
+    tests: int = 4
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        require(0 < self.held_out < 1, "held_out", self.held_out, "between 0 and 1")
+        require(self.tests >= 1, "tests", self.tests, "at least 1")
+        require(self.patience >= 1, "patience", self.patience, "at least 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images to train on.
+
+    Attributes:
+        name: of the data set.
+        augment: what is done to training images: "none"; "shift" by up to a pixel; "crop-flip", a
+            random crop out of the image padded by an eighth, mirrored or not; "resized-crop-flip",
+            the usual one of ImageNet.
+        image_size: to what images are resized; None leaves them as they are.
+    """
+
+    name: str
+    augment: str = "crop-flip"
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "name", self.name, "the name of a data set")
+        require_one_of("augment", self.augment, AUGMENTS)
+        size = self.image_size
+        require(size is None or size >= 1, "image_size", size, "at least 1, or null")
+        sized = size is not None or self.augment != STREAMED
+        require(sized, "image_size", size, f"a size, as augment is {self.augment!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to train, and from what.
+
+    Attributes:
+        name: Name of the model; the path of a file in it is made absolute.
+        pretrained: start from the weights that torchvision, timm or Transformers has for it.
+        freeze: a regular expression; parameters in whose names it is found are not trained.
+        args: Keyword arguments for a model of timm or of a factory.
+    """
+
+    name: str
+    pretrained: bool = False
+    freeze: str | None = field(default=None, metadata=UNLESS_DEFAULT)
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        text = is_text_model(self.name)
+        if not is_model_name(self.name) and not text:
+            names = [*own_model_names(), f"{TORCHVISION}NAME", *FORMS, *ALLOWED]
+            require_one_of("name", self.name, names)
+        object.__setattr__(self, "name", with_absolute_path(self.name))
+        known = not self.pretrained or text or self.name.startswith((TORCHVISION, TIMM))
+        require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
+        require_pattern("freeze", self.freeze)
+        self._check_args()
+
+    def _check_args(self) -> None:
+        if self.args is None:
+            return
+        allowed = f"null, as model.name is {self.name!r}"
+        require(takes_args(self.name), "args", self.args, allowed)
+        for key in ("num_classes", "pretrained"):
+            allowed = "other arguments: the data says num_classes, model.pretrained the other"
+            require(key not in self.args, f"args.{key}", self.args.get(key), allowed)
+        require_plain("args", self.args)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """What the scores of the dense model count beside the labels; only in fine-tuning.
+
+    Attributes:
+        weight: their part of the loss; the labels have the rest.
+        temperature: scores are divided by it before they are compared.
+    """
+
+    weight: float = 0.9
+    temperature: float = 2.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.weight <= 1, "weight", self.weight, "above 0 and at most 1")
+        require(self.temperature > 0, "temperature", self.temperature, "above 0")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train and on what batches; bf16 is autocast, and on CUDA only.
+
+    Attributes:
+        early_stopping: None trains to the end, on the whole training set.
+        distillation: None learns from the labels alone.
+    """
+
+    epochs: int
+    batch_size: int
+    precision: str = "bf16"
+    label_smoothing: float = 0.0
+    early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    distillation: DistillConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require_one_of("precision", self.precision, PRECISIONS)
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 1, "label_smoothing", smoothing, "from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The base optimizer, which takes the steps.
+
+    Attributes:
+        name: "sgd", "adamw", or a class of torch.optim: "RMSprop".
+        lr: Learning rate at its peak.
+        momentum: Momentum of "sgd".
+        weight_decay: Weight decay.
+        nesterov: Whether the momentum of "sgd" is Nesterov's.
+        args: Further arguments of a class of torch.optim.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    nesterov: bool = False
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        require_torch_name("name", self.name, OPTIMIZERS, TORCH_OPTIMIZERS)
+        require(self.lr >= 0, "lr", self.lr, "at least 0")
+        require(0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        possible = not self.nesterov or (self.name == "sgd" and self.momentum > 0)
+        require(possible, "nesterov", self.nesterov, "false, except with sgd and a momentum")
+        if self.name in OPTIMIZERS:
+            require(self.args is None, "args", self.args, f"null, as optimizer.name is {self.name}")
+            return
+        if not has_weight_decay(self.name):
+            decay = self.weight_decay
+            require(decay == 0, "weight_decay", decay, f"0, as {self.name} has none")
+        args = self.args or {}
+        with require_arguments("args", args, arguments_of(TORCH_OPTIMIZERS[self.name])):
+            make_optimizer(
+                self.name,
+                [nn.Parameter(torch.zeros(1, 1))],
+                lr=self.lr,
+                weight_decay=self.weight_decay,
+                args=args,
+            )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate: up in a line during warm-up, then down to 0 or constant.
+
+    Attributes:
+        name: "cosine", "linear", "constant", or a class of torch.optim.lr_scheduler: "StepLR".
+        warmup_epochs: Number of epochs that the learning rate rises before.
+        args: Arguments of a class of torch.optim.lr_scheduler.
+        interval: Unit that such a class counts in: "epoch" or "step".
+    """
+
+    name: str = "cosine"
+    warmup_epochs: int = 5
+    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
+    interval: str = field(default="epoch", metadata=UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        require_torch_name("name", self.name, SCHEDULES, SCHEDULERS)
+        require(self.warmup_epochs >= 0, "warmup_epochs", self.warmup_epochs, "at least 0")
+        require_one_of("interval", self.interval, INTERVALS)
+        if self.name in SCHEDULES:
+            allowed = f"null, as schedule.name is {self.name}"
+            require(self.args is None, "args", self.args, allowed)
+            allowed = f"epoch, as schedule.name is {self.name}"
+            require(self.interval == "epoch", "interval", self.interval, allowed)
+            return
+        args = self.args or {}
+        with require_arguments("args", args, arguments_of(SCHEDULERS[self.name])):
+            learning_rates(self.name, args, lr=1.0, count=1)
+
+
+@dataclass(frozen=True)
+class CramConfig:
+    """The arguments of `CrAM`, and of `compressible_weights` for what it compresses.
+
+    Attributes:
+        rule: the name of an update rule.
+        operators: as text, ranges too; every step draws one.
+    """
+
+    rule: str = "CrAM+"
+    operators: tuple[str, ...] = ()
+    rho: float = 0.05
+    sparse_gradients: bool = True
+    normalize: bool | None = None
+    mask_interval: int = 1
+    base_step_probability: float = 0.0
+    dense_ends: bool = False
+    only: str | None = None
+    skip: str | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of("rule", self.rule, RULES)
+        read = read_operators("operators", self.operators)
+        object.__setattr__(self, "operators", tuple(map(str, read)))
+        if RULES[self.rule].compresses:
+            allowed = f"at least one operator, such as global:0.9, for {self.rule}"
+            require(bool(self.operators), "operators", list(self.operators), allowed)
+        else:
+            allowed = f"[], as {self.rule} does not compress"
+            require(not self.operators, "operators", list(self.operators), allowed)
+        require(self.rho >= 0, "rho", self.rho, "at least 0")
+        require(self.mask_interval >= 1, "mask_interval", self.mask_interval, "at least 1")
+        probability = self.base_step_probability
+        require(0 <= probability <= 1, "base_step_probability", probability, "from 0 to 1")
+        for key in ("only", "skip"):
+            require_pattern(key, getattr(self, key))
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """What the trained model is compressed to in one shot.
+
+    Attributes:
+        to: operators as text, no ranges; also pruners, such as obs@uniform:0.7.
+        calibration_samples: how many training images or texts batch-norm tuning sees, and pruners
+            that look at activations. Those that look at gradients say themselves how many.
+        dense_ends: leave the first and the last layer as they are.
+        only: a regular expression; weights in whose names it is not found stay as they are.
+        watch: an operator as text; while training, the model is tested compressed by it too.
+    """
+
+    to: tuple[str, ...]
+    calibration_samples: int = 1000
+    dense_ends: bool = False
+    only: str | None = field(default=None, metadata=UNLESS_DEFAULT)
+    watch: str | None = field(default=None, metadata=UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        require_pattern("only", self.only)
+        if self.watch is not None:
+            watched = read_operator("watch", self.watch)
+            require(not watched.is_range, "watch", self.watch, "one sparsity, or null")
+            object.__setattr__(self, "watch", str(watched))
+        read = read_operators("to", self.to, parse_pruner)
+        object.__setattr__(self, "to", tuple(map(str, read)))
+        require(bool(read), "to", list(self.to), "at least one operator, such as global:0.9")
+        for place, operator in enumerate(read):
+            key, text = f"to[{place}]", self.to[place]
+            require(not operator.is_range, key, text, "one sparsity; a range is to train over")
+            require(operator not in read[:place], key, text, "every operator once")
+        samples = self.calibration_samples
+        require(samples >= 1, "calibration_samples", samples, "at least 1")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training and the compressions after it; without `cram`, plain steps of the optimizer.
+
+    Attributes:
+        name: "<task>/<model>/<method>".
+        title: the method as tables call it.
+    """
+
+    name: str
+    title: str
+    data: DataConfig
+    model: ModelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    compress: CompressConfig
+    cram: CramConfig | None = None
+    text: TextConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        named = _NAME.fullmatch(self.name) is not None
+        require(named, "name", self.name, "<task>/<model>/<method> of letters, digits and ._-")
+        require(bool(self.title.strip()), "title", self.title, "a text that is not blank")
+        epochs, warmup = self.train.epochs, self.schedule.warmup_epochs
+        allowed = f"at most train.epochs, which is {epochs}"
+        require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
+        self._check_schedule()
+        require_kind(self.text, self.model.name)
+        if self.text is not None:
+            require(self.data.augment == "none", "data.augment", self.data.augment, "none")
+            require(self.data.image_size is None, "data.image_size", self.data.image_size, "null")
+
+    def _check_schedule(self) -> None:
+        """Refuses a scheduler of torch that ends before the training, or that cannot count."""
+        schedule, epochs = self.schedule, self.train.epochs - self.schedule.warmup_epochs
+        if schedule.name not in SCHEDULERS or schedule.interval != "epoch":
+            return
+        allowed = "step, as train.early_stopping tests several times in an epoch"
+        stops = self.train.early_stopping is not None
+        require(not stops, "schedule.interval", schedule.interval, allowed)
+        try:
+            learning_rates(schedule.name, schedule.args or {}, lr=self.optimizer.lr, count=epochs)
+        except ValueError as error:
+            problem = f"is {shown(schedule.args)}: {error}"
+            allowed = f"arguments for {epochs} epochs"
+            raise BadValue("schedule.args", problem, allowed) from None
+
+    @property
+    def metric(self) -> str:
+        """What its models are measured by."""
+        return ACCURACY if self.text is None else TASKS[self.text.task].metric
+
+    @property
+    def task(self) -> str:
+        """What is learnt, the first part of the name."""
+        return self.name.split("/")[0]
+
+    @property
+    def architecture(self) -> str:
+        """What learns, the second part of the name."""
+        return self.name.split("/")[1]
+
+    @property
+    def method(self) -> str:
+        """How, the last part of the name."""
+        return self.name.split("/")[2]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all keys and values as YAML and JSON have them."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "recipe") -> Recipe:
+        """Makes a recipe from what `to_dict` gives; keys that have a default may be left out.
+
+        Args:
+            data: of the recipe.
+            where: what it is from, for messages.
+
+        Raises:
+            ValueError: naming `where`, the key, what was given and what is allowed.
+        """
+        return build(cls, data, where)
+
+
+def require_kind(text: TextConfig | None, model: str) -> None:
+    """Refuses a language model without texts, and the other way round.
+
+    Args:
+        text: the section of a recipe.
+        model: its `model.name`.
+    """
+    about = "images, as there is no section text"
+    if text is not None:
+        about = "language, as there is a section text"
+    right = is_text_model(model) == (text is not None)
+    require(right, "model.name", model, f"a model for {about}")
+
+
+def read_operators(
+    key: str, texts: tuple[str, ...], read: Callable[[str], Operator] = parse_operator
+) -> list[Operator]:
+    """Returns the operators of a list, as `read_operator` does."""
+    return [read_operator(f"{key}[{place}]", text, read) for place, text in enumerate(texts)]
+
+
+def read_operator(
+    key: str, text: str, read: Callable[[str], Operator] = parse_operator
+) -> Operator:
+    """Returns an operator.
+
+    Args:
+        key: where it stands.
+        text: of it.
+        read: `parse_pruner` where pruners are allowed too.
+
+    Raises:
+        BadValue: naming what is allowed.
+    """
+    try:
+        return read(text)
+    except ValueError as error:
+        problem = str(error).partition("; allowed: ")[0]
+        also = f"; {pruner_syntax()}" if read is parse_pruner else ""
+        raise BadValue(key, f"is no {problem}", operator_syntax() + also) from None
+
+
+def require_pattern(key: str, pattern: str | None) -> None:
+    """Raises `BadValue` unless `pattern` is a regular expression or None."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise BadValue(key, f"is {pattern!r}: {error}", "a regular expression, or null") from None
+
+
+def require_torch_name(
+    key: str, given: str, ours: Sequence[str], theirs: Mapping[str, type]
+) -> None:
+    """Raises `BadValue` unless `given` is a name of ours or of a class of torch."""
+    if given in ours or given in theirs:
+        return
+    meant = did_you_mean(given, ours)
+    alike = [name for name in theirs if name.lower() == given.lower()]
+    if alike and not meant:
+        meant = f" (did you mean {alike[0]!r}?)"
+    allowed = f"{', '.join(ours)}, or of torch: {', '.join(theirs)}"
+    raise BadValue(key, f"is {shown(given)}{meant}", allowed)
+
+
+def require_plain(key: str, args: Mapping[str, Any]) -> None:
+    """Raises `BadValue` unless arguments are what YAML and JSON write alike."""
+    try:
+        same = json.loads(json.dumps(args, allow_nan=False)) == args
+    except (TypeError, ValueError):
+        same = False
+    allowed = "texts, finite numbers, true, false, null, and lists and sections of them"
+    require(same, key, args, allowed)
+
+
+@contextmanager
+def require_arguments(key: str, args: Mapping[str, Any], allowed: Iterable[str]) -> Iterator[None]:
+    """Raises `BadValue` unless the names of arguments are allowed and the block accepts them."""
+    require_plain(key, args)
+    names = list(allowed)
+    for name in args:
+        if name not in names:
+            problem = f"is no known argument{did_you_mean(name, names)}"
+            raise BadValue(f"{key}.{name}", problem, ", ".join(names) or "none")
+    try:
+        yield
+    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise BadValue(key, f"is {shown(args)}: {error}", ", ".join(names)) from None

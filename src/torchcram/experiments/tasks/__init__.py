@@ -1,0 +1,1 @@
+"""Tasks: models, batches, loss and metric of one kind of problem each."""

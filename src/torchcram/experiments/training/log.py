@@ -1,0 +1,156 @@
+"""The log of a run: JSON lines and TensorBoard, one record per epoch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchcram.experiments.io import json_text
+from torchcram.experiments.io.files import write_atomically
+from torchcram.experiments.tasks.score import ACCURACY
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.utils.tensorboard import SummaryWriter
+
+LOG, TENSORBOARD = "log.jsonl", "tensorboard"
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What an epoch came to.
+
+    Attributes:
+        epoch: how many are done with it, from 1.
+        loss: mean training loss at w.
+        compressed_loss: mean training loss at w~; None where no step had one.
+        accuracy: on the test images, from 0 to 1; None where they were not looked at. For other
+            tasks their metric.
+        lr: learning rate of the last step.
+        mask_change: see `MaskChange`.
+        images_per_second: of training alone.
+        seconds: of training, evaluation and all else in the epoch but the checkpoint.
+        processes: how many trained together.
+        metric: what `accuracy` is.
+        unit: what there are so many of in a second, where it is not images.
+        compressed_accuracy: the same of the model compressed by the operator that the recipe
+            watches, if it does.
+        others: further metrics of the dense model, by name.
+    """
+
+    epoch: int
+    loss: float
+    compressed_loss: float | None
+    accuracy: float | None
+    lr: float
+    mask_change: float
+    images_per_second: float
+    seconds: float
+    processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
+    metric: str = field(default=ACCURACY, metadata=json_text.UNLESS_DEFAULT)
+    unit: str = field(default="images", metadata=json_text.UNLESS_DEFAULT)
+    compressed_accuracy: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+
+
+class RunLog:
+    """Appends records to `log.jsonl` and to TensorBoard's files in a run folder.
+
+    Args:
+        folder: of the run.
+        first: the epoch whose record comes next. Records from it on, left by an attempt that was
+            killed before its checkpoint, are dropped, and so is a line that was cut off.
+    """
+
+    def __init__(self, folder: Path, *, first: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / LOG
+        kept = [record for record in read_log(folder) if record.epoch < first]
+        content = b"".join(json_text.dump(record, indent=None) for record in kept)
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+        self._file = path.open("ab")
+        self._board = _tensorboard(folder / TENSORBOARD, first)
+
+    def write(self, record: EpochRecord) -> None:
+        """Appends a record; it survives the end of the process from here on."""
+        self._file.write(json_text.dump(record, indent=None))
+        self._file.flush()
+        if self._board is None:
+            return
+        values = asdict(record)
+        values |= values.pop("others") or {}
+        for name, value in values.items():
+            if name not in ("epoch", "processes", "metric", "unit") and value is not None:
+                self._board.add_scalar(name, value, record.epoch)
+        self._board.flush()
+
+    def sync(self) -> None:
+        """Brings all records to the disk; they survive a failure of power from here on."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_log(folder: Path) -> list[EpochRecord]:
+    """Returns the records of a run folder; none where there is no log yet.
+
+    A last line that was cut off is left out; any other that is no record is named in a warning.
+    """
+    path = folder / LOG
+    if not path.exists():
+        return []
+    records = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            warnings.warn(f"{path}, line {number}, is no record and is left out", stacklevel=2)
+    return records
+
+
+def _record(line: bytes) -> EpochRecord | None:
+    try:
+        return json_text.parse(EpochRecord, line, LOG) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+
+
+def _tensorboard(folder: Path, first: int) -> SummaryWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _warn_no_tensorboard()
+        return None
+    # TensorBoard shows nothing of what earlier files of the folder say of these epochs
+    return SummaryWriter(str(folder), purge_step=first)
+
+
+@functools.cache
+def _warn_no_tensorboard() -> None:
+    warnings.warn(
+        f"tensorboard is missing: the log goes to {LOG} alone (pip install tensorboard)",
+        stacklevel=4,
+    )
