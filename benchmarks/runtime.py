@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import torchcram
 from torchcram import runtime
-from torchcram.experiments.models.cifar import ResNet18
+from torchcram.experiments.models.small import ResNet18
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 DENSE = ["MatMul", "Gemm"]  # what Linear layers are in ONNX

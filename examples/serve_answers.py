@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from torchcram import artifact, compress, runtime
-from torchcram.experiments.data.text.texts import CONTEXT
+from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.models.text import load_tokenizer
 from torchcram.experiments.tasks.spans import best_spans
 from torchcram.experiments.training.build import target_weights

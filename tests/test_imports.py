@@ -35,7 +35,7 @@ def test_every_public_name_is_there_and_documented():
             assert getattr(torchcram, name).__doc__
 
 
-ALONE = """
+SINGLE = """
 import importlib, os, sys, traceback
 import torch, transformers, rich, typer
 for name in sys.argv[1:]:
@@ -60,7 +60,7 @@ def test_every_module_of_the_experiments_can_be_imported_first():
     names = [
         ".".join(("torchcram", *path.relative_to(source).with_suffix("").parts)) for path in paths
     ]
-    command = [sys.executable, "-W", "ignore", "-c", ALONE, *names]
+    command = [sys.executable, "-W", "ignore", "-c", SINGLE, *names]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not out.stdout, out.stderr[-2000:]
 
@@ -106,7 +106,7 @@ assert not hasattr(torchcram, "nothing")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_public_names_are_the_same_whatever_is_imported_first():
-    program = ALONE.replace("importlib.import_module(name)", "exec(name)")
+    program = SINGLE.replace("importlib.import_module(name)", "exec(name)")
     command = [sys.executable, "-c", program, *(f"{order}\n{CHECKS}" for order in ORDERS)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not out.stdout, out.stderr[-2000:]

@@ -17,7 +17,7 @@ from held_rank import HELD
 from torchcram.cli import errors
 from torchcram.cli.options import find_device_of
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.training.log import read_log
 
 ONE = ["--set", "compress.to=[global:0.9]", "--set", "train.batch_size=400"]  # to be quick
@@ -89,15 +89,15 @@ def test_every_process_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
-    second = Team(rank=5, count=6, local_rank=1, local_count=2)
+    second = Ranks(rank=5, world_size=6, local_rank=1, local_world_size=2)
     assert find_device_of(second, "auto") == torch.device("cuda:1")
     assert taken == [torch.device("cuda:1")]
     assert find_device_of(second, "cpu") == torch.device("cpu")
-    assert find_device_of(ALONE, "cuda:1") == torch.device("cuda:1")
+    assert find_device_of(SINGLE, "cuda:1") == torch.device("cuda:1")
     with pytest.raises(ValueError, match="--device cuda:1: torchrun says which GPU is whose"):
         find_device_of(second, "cuda:1")
     with pytest.raises(ValueError, match="3 processes need a GPU each, and torch finds 2 on"):
-        find_device_of(Team(0, 3, 0, 3), "cuda")
+        find_device_of(Ranks(0, 3, 0, 3), "cuda")
 
 
 def torchrun(*arguments, processes=2):

@@ -11,7 +11,7 @@ from torchcram.experiments.training.build import (
     place,
     trained_weights,
 )
-from torchcram.experiments.training.mask_change import MaskChange
+from torchcram.experiments.training.log import MaskChange
 from torchcram.experiments.versions import machine_name, versions
 
 

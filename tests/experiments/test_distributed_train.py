@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from torchcram.cli import options
-from torchcram.experiments import build, runlog
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.models import build as models
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.training import build
+from torchcram.experiments.training import log as runlog
 from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
@@ -102,12 +103,12 @@ def without_draws(content):
 
 
 def team_of(rank):
-    return Team(rank, RANKS, rank, RANKS)
+    return Ranks(rank, RANKS, rank, RANKS)
 
 
 def trainings(rank, folder):
     """All trainings that two processes do here, in one go: processes take long to start."""
-    team, data = team_of(rank), digits()
+    ranks, data = team_of(rank), digits()
     heard = []
     with small():
         for name, given in GIVEN.items():
@@ -116,7 +117,7 @@ def trainings(rank, folder):
                 folder / name,
                 with_model(given, "plain"),
                 data,
-                team=team,
+                ranks=ranks,
                 make_step=make_step,
                 progress=lambda *news: heard.append(news),
             )
@@ -124,34 +125,34 @@ def trainings(rank, folder):
         assert bool(heard) == (rank == 0)
 
         kept, make_step = keeping()
-        trained = run(folder / "normed", recipe(epochs=2), data, team=team, make_step=make_step)
+        trained = run(folder / "normed", recipe(epochs=2), data, ranks=ranks, make_step=make_step)
         assert_same_on_all_ranks(kept[0].state_dict())
-        found = outcome(folder / "normed", trained, data, device=CPU, team=team)
-        assert found == outcome(folder / "normed", trained, data, device=CPU, team=team)
+        found = outcome(folder / "normed", trained, data, device=CPU, ranks=ranks)
+        assert found == outcome(folder / "normed", trained, data, device=CPU, ranks=ranks)
 
         noisy = with_model(recipe(), "random")
         seeds = []
-        run(folder / "noisy", noisy, data, team=team, make_step=noting_seeds(seeds))
-        assert len({seed for both in team._gathered(seeds) for seed in both}) == RANKS * 3
+        run(folder / "noisy", noisy, data, ranks=ranks, make_step=noting_seeds(seeds))
+        assert len({seed for both in ranks._gather(seeds) for seed in both}) == RANKS * 3
         cut = folder / ("cut" if rank == 0 else "not looked at")  # as on another machine
         for steps in (STEPS + 2, STEPS + 1):
             with suppress(Stop):
-                run(cut, noisy, data, team=team, make_step=stop_after(steps))
-        run(cut, noisy, data, team=team)
+                run(cut, noisy, data, ranks=ranks, make_step=stop_after(steps))
+        run(cut, noisy, data, ranks=ranks)
 
         given = with_model(GIVEN["cram"], "plain")
         with suppress(Stop):
-            run(folder / "begun by two", given, data, team=team, make_step=stop_after(STEPS + 2))
-        run(folder / "begun by one", given, data, team=team)
+            run(folder / "begun by two", given, data, ranks=ranks, make_step=stop_after(STEPS + 2))
+        run(folder / "begun by one", given, data, ranks=ranks)
 
         with suppress(Stop):
-            run(folder / "altered", given, data, team=team, make_step=stop_after(2 * STEPS))
+            run(folder / "altered", given, data, ranks=ranks, make_step=stop_after(2 * STEPS))
         if rank == 0:
             reseal(folder / "altered" / "checkpoints" / "epoch-0002.pt", without_draws)
-        team.sums(0)
+        ranks.all_reduce_sum(0)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            run(folder / "altered", given, data, team=team)
+            run(folder / "altered", given, data, ranks=ranks)
         refused = [warning for warning in told if "epoch-0002.pt is not used" in str(warning)]
         assert len(refused) == (rank == 0)
 
@@ -238,12 +239,12 @@ def small_things(rank, folder):
         _small_things(team_of(rank), rank, folder)
 
 
-def _small_things(team, rank, folder):
+def _small_things(ranks, rank, folder):
     data = digits()
 
     def refused(said, given, data=data, name="new", **others):
         with pytest.raises(ValueError, match=said):
-            run(folder / name, given, data, team=team, **others)
+            run(folder / name, given, data, ranks=ranks, **others)
         assert not (folder / name / "model.safetensors").exists()
 
     first = "process 1 is given other work than process 0: "
@@ -255,12 +256,12 @@ def _small_things(team, rank, folder):
     refused("holds log.jsonl but no run.json", recipe(), name="foreign")
 
     with pytest.raises(FloatingPointError, match="epoch 1: the training loss is"):
-        run(folder / "bad", recipe("optimizer.lr=1e30", method="sgd"), data, team=team)
+        run(folder / "bad", recipe("optimizer.lr=1e30", method="sgd"), data, ranks=ranks)
 
     layer = nn.BatchNorm2d(3)
     layer.running_mean.fill_(rank)
     layer.running_var.fill_(4 - rank)
-    average_statistics_(nn.Sequential(layer), team)
+    average_statistics_(nn.Sequential(layer), ranks)
     assert layer.running_mean.tolist() == [0.5] * 3
     assert layer.running_var.tolist() == [3.5] * 3
 
@@ -271,15 +272,15 @@ def _small_things(team, rank, folder):
 
     options.load = load  # of this process alone
     with pytest.raises(ValueError, match=r"process 1: data/digits: No such file or directory$"):
-        options.load_in(team, recipe(), Path("data"))
+        options.load_in(ranks, recipe(), Path("data"))
 
     def fail():
         raise KeyError("the same everywhere")
 
     with pytest.raises(KeyError):
-        team.agree(fail)
-    assert team.agree(lambda: rank) == rank
-    assert team.from_first(lambda: rank) == 0
+        ranks.run_on_all(fail)
+    assert ranks.run_on_all(lambda: rank) == rank
+    assert ranks.broadcast_from_rank0(lambda: rank) == 0
 
 
 def test_what_is_wrong_is_an_error_in_every_process(tmp_path):
@@ -293,10 +294,10 @@ def test_processes_draw_numbers_of_their_own():
         seed_epoch(*key)
         return float(torch.rand(()))
 
-    assert drawn(Team(0, 2), 0, 1) == drawn(Team(0, 2), 0, 1)
-    others = [(Team(1, 2), 0, 1), (Team(0, 2), 1, 1), (Team(0, 2), 0, 2)]
-    assert len({drawn(*key) for key in [(Team(0, 2), 0, 1), *others]}) == 4
+    assert drawn(Ranks(0, 2), 0, 1) == drawn(Ranks(0, 2), 0, 1)
+    others = [(Ranks(1, 2), 0, 1), (Ranks(0, 2), 1, 1), (Ranks(0, 2), 0, 2)]
+    assert len({drawn(*key) for key in [(Ranks(0, 2), 0, 1), *others]}) == 4
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    seed_epoch(ALONE, 0, 1)
+    seed_epoch(SINGLE, 0, 1)
     assert torch.equal(torch.get_rng_state(), before)

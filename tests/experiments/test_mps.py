@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchcram.experiments.training.mps import CONTROL, LOGS, PIPES, shared_gpu
+from torchcram.experiments.training.parallel import CONTROL, LOGS, PIPES, shared_gpu
 
 YES, NO = (sys.executable, "-S", "-c", ""), (sys.executable, "-S", "-c", "exit(1)")
 

@@ -80,7 +80,7 @@ def test_trials_use_other_calibration_sets_and_give_mean_and_deviation(trained, 
 
 
 def test_the_deviation_is_that_of_a_sample(trained, data, monkeypatch):
-    from torchcram.experiments import oneshot
+    from torchcram.experiments.evaluation import oneshot
 
     values = iter([0.5, 0.1, 0.2, 0.6])
     monkeypatch.setattr(oneshot, "score", lambda *_, **__: Score(next(values)))
@@ -91,7 +91,7 @@ def test_the_deviation_is_that_of_a_sample(trained, data, monkeypatch):
 
 
 def test_the_seed_chooses_the_calibration_sets(trained, data, monkeypatch):
-    from torchcram.experiments import evaluate
+    from torchcram.experiments.evaluation import evaluate
 
     seen = []
 

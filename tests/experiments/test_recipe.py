@@ -11,7 +11,6 @@ from nets import closure_for, same, snapshot
 from torch.optim import SGD
 
 from torchcram import CrAM, compressible_weights
-from torchcram.experiments import recipe as module
 from torchcram.experiments.io.yaml_text import dump, parse
 from torchcram.experiments.models import build_model
 from torchcram.experiments.recipe import (
@@ -26,6 +25,7 @@ from torchcram.experiments.recipe import (
     load_recipe,
     recipe_names,
 )
+from torchcram.experiments.recipe import loading as module
 from torchcram.experiments.recipe.schema import AUGMENTS, OPTIMIZERS, PRECISIONS, SCHEDULES
 from torchcram.optim.rules import RULES
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram.experiments import runlog
+from torchcram.experiments.training import log as runlog
 from torchcram.experiments.training.log import EpochRecord, RunLog, read_log
 
 ONE = EpochRecord(

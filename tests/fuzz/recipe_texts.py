@@ -4,7 +4,8 @@ import json
 
 from fuzz.mutations import change_bytes, change_text
 from torchcram.experiments.io import yaml_text
-from torchcram.experiments.recipe import Recipe, _packaged, load_recipe
+from torchcram.experiments.recipe import Recipe, load_recipe
+from torchcram.experiments.recipe.loading import _packaged
 
 NAMES = (
     "digits/convnet-digits/sgd",

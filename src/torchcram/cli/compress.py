@@ -131,7 +131,7 @@ def evaluate(
     """Test a trained model, or a file with compressed weights of it, on the test split."""
     with errors_in_a_line():
         from torchcram import sparsity
-        from torchcram.experiments.data.text.texts import TextSet
+        from torchcram.experiments.data.text.datasets import TextSet
         from torchcram.experiments.evaluation.evaluate import score_on_test
         from torchcram.experiments.training.build import target_weights
         from torchcram.experiments.training.run_folder import load_weights_

@@ -98,7 +98,7 @@ def _recipes(text: str) -> Listing:
 
 def _models(text: str) -> Listing:
     from torchcram.experiments.models import FORMS, model_names
-    from torchcram.experiments.models.text_names import ALLOWED
+    from torchcram.experiments.models.text import ALLOWED
 
     return ("model",), _with([(name,) for name in [*model_names(), *FORMS, *ALLOWED]], text)
 

@@ -29,8 +29,7 @@ def export(
 ) -> None:
     """Write a model that a package carries as a folder that Transformers reads."""
     with errors_in_a_line():
-        from torchcram.experiments.models.minilm import export_minilm
-        from torchcram.experiments.models.text_names import MINILM
+        from torchcram.experiments.models.text import MINILM, export_minilm
 
         if name != MINILM:
             raise UsageError(f"model {name!r}: allowed is {MINILM}, which a package carries")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchcram.experiments.data.images import AnyData
-    from torchcram.experiments.ranks import Team
+    from torchcram.experiments.ranks import Ranks
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.training.steps import MakeStep
 
@@ -83,26 +83,26 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def find_device_of(team: Team, name: str) -> torch.device:
+def find_device_of(ranks: Ranks, name: str) -> torch.device:
     """Returns the device of this process, on a machine with several GPUs one of its own.
 
     Raises:
         ValueError: if there is no such device here, or not one for every process.
     """
     device = find_device(name)
-    if team.count == 1 or device.type == "cpu":
+    if ranks.world_size == 1 or device.type == "cpu":
         return device
     import torch
 
     if device.index is not None:
         raise ValueError(f"--device {name}: torchrun says which GPU is whose; allowed: cpu, cuda")
     gpus = torch.cuda.device_count()
-    if team.local_count > gpus:
+    if ranks.local_world_size > gpus:
         raise ValueError(
-            f"--device {name}: {team.local_count} processes need a GPU each, and torch finds "
+            f"--device {name}: {ranks.local_world_size} processes need a GPU each, and torch finds "
             f"{gpus} on this machine (--nproc-per-node {gpus}, or --device cpu)"
         )
-    own = torch.device("cuda", team.local_rank)
+    own = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(own)
     return own
 
@@ -143,20 +143,20 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     return EagerStep if eager else partial(make_step, compiled=compiled)
 
 
-def load_in(team: Team, recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
+def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
     """Loads the data in every process, on each machine first in one: it may download or pack it.
 
     Raises:
         ValueError: in every process, if one cannot.
     """
-    if team.count == 1:
+    if ranks.world_size == 1:
         return load(recipe, folder, download=download)
 
     def first() -> AnyData | None:
-        return None if team.local_rank else load(recipe, folder, download=download)
+        return None if ranks.local_rank else load(recipe, folder, download=download)
 
-    found = team.agree(first)
-    return team.agree(lambda: found or load(recipe, folder))
+    found = ranks.run_on_all(first)
+    return ranks.run_on_all(lambda: found or load(recipe, folder))
 
 
 def load(recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
@@ -168,7 +168,7 @@ def load(recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
 
     if recipe.text is not None:
         from torchcram.experiments.data.text.batches import padding
-        from torchcram.experiments.data.text.load import load_text
+        from torchcram.experiments.data.text.loading import load_text
 
         data = load_text(recipe, folder, report=say)
         say(

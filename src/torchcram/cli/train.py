@@ -101,6 +101,6 @@ def train(
         if parallel:
             train_together(plan(recipes, seed or [0], out, options), options, jobs)
             return
-        with joined() as team:
-            trainings = team.agree(lambda: plan(recipes, seed or [0], out, options))
-            train_in_turn(trainings, options, progress, team=team)
+        with joined() as ranks:
+            trainings = ranks.run_on_all(lambda: plan(recipes, seed or [0], out, options))
+            train_in_turn(trainings, options, progress, ranks=ranks)

@@ -23,7 +23,7 @@ from torchcram.cli.options import (
 from torchcram.cli.progress import Style, watching
 from torchcram.cli.tables import show
 from torchcram.experiments.evaluation.results_store import add_to_results, check_results, outcome
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import with_epochs
 from torchcram.experiments.training.trainer import Start, load_trained, train
@@ -101,7 +101,7 @@ def plan(
 
 
 def train_in_turn(
-    trainings: Sequence[Training], options: TrainOptions, style: Style, *, team: Team = ALONE
+    trainings: Sequence[Training], options: TrainOptions, style: Style, *, ranks: Ranks = SINGLE
 ) -> None:
     """Trains, compresses and shows one after another.
 
@@ -109,19 +109,19 @@ def train_in_turn(
         trainings: what to do.
         options: of all of them.
         style: of the progress.
-        team: the processes that do it together; the first one shows it.
+        ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
         ValueError: if processes are given different work, before any of it is begun.
     """
-    team.require_alike(_work(trainings, options))
-    device = team.agree(lambda: find_device_of(team, options.device))
-    shows = team.first and style is not Style.json
+    ranks.require_same(_work(trainings, options))
+    device = ranks.run_on_all(lambda: find_device_of(ranks, options.device))
+    shows = ranks.is_first and style is not Style.json
     results = []
-    if team.first and team.count > 1 and device.type == "cuda" and not options.eager:
+    if ranks.is_first and ranks.world_size > 1 and device.type == "cuda" and not options.eager:
         typer.echo("several processes take plain steps, without CUDA graphs", err=True)
     for training in trainings:
-        results.append(_train(training, options, style, device=device, team=team))
+        results.append(_train(training, options, style, device=device, ranks=ranks))
         if shows:
             show(result_table(results[-1]))
             typer.echo(f"run: {training.folder}")
@@ -147,15 +147,15 @@ def _work(trainings: Sequence[Training], options: TrainOptions) -> dict[str, Any
 
 
 def _train(
-    training: Training, options: TrainOptions, style: Style, *, device: torch.device, team: Team
+    training: Training, options: TrainOptions, style: Style, *, device: torch.device, ranks: Ranks
 ) -> Result:
     recipe, folder = training.recipe, training.folder
-    data = load_in(team, recipe, options.data, download=options.download)
+    data = load_in(ranks, recipe, options.data, download=options.download)
     start = None
     if options.start is not None:
         origin = options.start
-        start = team.from_first(lambda: _start(origin, recipe, data))
-    with watching(style, silent=not team.first) as watch:
+        start = ranks.broadcast_from_rank0(lambda: _start(origin, recipe, data))
+    with watching(style, silent=not ranks.is_first) as watch:
         trained = train(
             recipe,
             folder,
@@ -166,11 +166,11 @@ def _train(
             eval_interval=options.eval_interval,
             make_step=step_maker(options.eager, options.compiled),
             progress=watch.training(training.name),
-            team=team,
+            ranks=ranks,
         )
         pieces = watch.pieces("compressing", len(recipe.compress.to))
-        result = outcome(folder, trained, data, device=device, progress=pieces, team=team)
-    if options.results is not None and team.first:
+        result = outcome(folder, trained, data, device=device, progress=pieces, ranks=ranks)
+    if options.results is not None and ranks.is_first:
         add_to_results(options.results, recipe, result.seeds[0])
     return result
 

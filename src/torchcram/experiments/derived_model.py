@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram import compress_
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
 from torchcram.experiments.recipe.overrides import DENSE
 from torchcram.experiments.training.build import place, target_weights

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchcram import parse_operator
 from torchcram.experiments.data.images import AnyData, hold_out
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.evaluation.results import mean
 from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.io import yaml_text

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram.experiments.data.images import DataSet, Images, Pictures, PictureSet, hold_out
-from torchcram.experiments.data.images.pictures import File
+from torchcram.experiments.data.images.datasets import File
 
 
 def some(count, classes=2, size=4, channels=3):

@@ -19,7 +19,7 @@ from torchcram.experiments.data.images import (
     read_packed,
     write_packed,
 )
-from torchcram.experiments.data.images.pictures import Member
+from torchcram.experiments.data.images.datasets import Member
 
 
 def some(count, height=4, width=5, channels=3):

@@ -4,12 +4,12 @@ from PIL import Image
 
 from torchcram.experiments.data.images import (
     Images,
-    Part,
     Pictures,
     ResidentBatches,
+    Shard,
     StreamBatches,
 )
-from torchcram.experiments.data.images.pictures import File
+from torchcram.experiments.data.images.datasets import File
 
 COUNT, BATCH = 23, 7
 
@@ -26,7 +26,7 @@ def resident(train, part):
         device="cpu",
         seed=3,
         train=train,
-        part=part,
+        shard=part,
     )
 
 
@@ -50,7 +50,7 @@ def streamed(files, train, part):
         seed=3,
         train=train,
         workers=0,
-        part=part,
+        shard=part,
     )
 
 
@@ -64,8 +64,8 @@ def batches(request, files):
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7])
 def test_the_parts_of_a_training_batch_are_the_batch(batches, of):
-    whole = batches(True, Part())
-    parts = [batches(True, Part(number, of)) for number in range(of)]
+    whole = batches(True, Shard())
+    parts = [batches(True, Shard(number, of)) for number in range(of)]
     assert {len(part) for part in parts} == {len(whole)} == {COUNT // BATCH}
     for epoch in (0, 4):
         together = zip(*(part.epoch(epoch) for part in parts), strict=True)
@@ -77,10 +77,10 @@ def test_the_parts_of_a_training_batch_are_the_batch(batches, of):
 
 @pytest.mark.parametrize("of", [1, 2, 3, 9])
 def test_the_parts_of_a_test_are_whole_batches_each_once(batches, of):
-    whole = list(batches(False, Part()).epoch(0))
+    whole = list(batches(False, Shard()).epoch(0))
     found = {}
     for number in range(of):
-        part = batches(False, Part(number, of))
+        part = batches(False, Shard(number, of))
         taken = list(part.epoch(0))
         assert len(part) == len(taken)
         found.update({int(labels[0]): (images, labels) for images, labels in taken})
@@ -92,9 +92,9 @@ def test_the_parts_of_a_test_are_whole_batches_each_once(batches, of):
 
 def test_a_part_may_not_be_empty(batches):
     with pytest.raises(ValueError, match="a batch of 7 images cannot be divided into 8 parts"):
-        batches(True, Part(0, 8))
+        batches(True, Shard(0, 8))
 
 
 def test_shares_add_up():
-    assert [Part(number, 3).share(7) for number in range(3)] == [2 / 7, 2 / 7, 3 / 7]
-    assert Part().share(64) == 1
+    assert [Shard(number, 3).share(7) for number in range(3)] == [2 / 7, 2 / 7, 3 / 7]
+    assert Shard().share(64) == 1

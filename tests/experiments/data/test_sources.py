@@ -71,7 +71,7 @@ def test_a_folder_is_packed_once(folder, monkeypatch):
     assert isinstance(data, DataSet)
     assert data.train.images.shape == (6, 8, 10, 3)
     assert lines == [f"packing pets into {folder / PACKED}"]
-    monkeypatch.setattr("torchcram.experiments.data.images.store.pack", None)
+    monkeypatch.setattr("torchcram.experiments.data.images.packed.pack", None)
     for where in (folder, root):
         assert equal(load_data(Choice("pets"), where, report=lines.append), data)
     assert len(lines) == 1
@@ -96,7 +96,7 @@ def test_a_read_only_folder_is_left_alone(folder, cache, monkeypatch):
         data = load_data(Choice("pets"), folder)
         assert [path.name for path in folder.iterdir()] == ["pets"]
         assert [path.name for path in cache.iterdir()] == [PACKED]
-        monkeypatch.setattr("torchcram.experiments.data.images.store.pack", None)
+        monkeypatch.setattr("torchcram.experiments.data.images.packed.pack", None)
         assert equal(load_data(Choice("pets"), folder), data)
     finally:
         folder.chmod(0o755)
@@ -179,7 +179,7 @@ def pack_and_count(arguments):
 
 def test_streamed_files_are_not_packed(folder, monkeypatch):
     tree(folder)
-    monkeypatch.setattr("torchcram.experiments.data.images.store.pack", None)
+    monkeypatch.setattr("torchcram.experiments.data.images.packed.pack", None)
     data = load_data(Choice("pets", "resized-crop-flip", 8), folder)
     assert isinstance(data, PictureSet)
     assert (len(data.train), len(data.test), data.classes) == (6, 6, ("cat", "dog"))

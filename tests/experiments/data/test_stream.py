@@ -3,8 +3,8 @@ import torch
 from image_trees import tree
 
 from torchcram.experiments.data.images import StreamBatches
+from torchcram.experiments.data.images.datasets import IMAGENET_MEAN, IMAGENET_STD, Pictures
 from torchcram.experiments.data.images.folders import read_folder
-from torchcram.experiments.data.images.pictures import IMAGENET_MEAN, IMAGENET_STD, Pictures
 
 pytest.importorskip("torchvision")
 

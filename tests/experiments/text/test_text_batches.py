@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram.experiments.data.images import Part
+from torchcram.experiments.data.images import Shard
 from torchcram.experiments.data.text.batches import LENGTHS, TextBatches, padding, rounded
-from torchcram.experiments.data.text.texts import Texts
+from torchcram.experiments.data.text.datasets import Texts
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def test_lengths_are_rounded_to_few_and_never_beyond_the_longest():
 def test_parts_make_up_the_whole():
     lengths = [5, 9, 300, 70, 71, 72, 6, 8, 310, 11]
     whole = [labels.tolist() for _, labels in batches(lengths, 5).epoch(3)]
-    parts = [batches(lengths, 5, part=Part(number, 2)) for number in range(2)]
+    parts = [batches(lengths, 5, shard=Shard(number, 2)) for number in range(2)]
     shared = [
         one.tolist() + other.tolist()
         for (_, one), (_, other) in zip(parts[0].epoch(3), parts[1].epoch(3), strict=True)
@@ -96,12 +96,12 @@ def test_parts_make_up_the_whole():
     tested = [
         label
         for number in range(3)
-        for _, labels in batches(lengths, train=False, part=Part(number, 3)).epoch(0)
+        for _, labels in batches(lengths, train=False, shard=Shard(number, 3)).epoch(0)
         for label in labels.tolist()
     ]
     assert sorted(tested) == list(range(10))
     with pytest.raises(ValueError, match="cannot be divided into 9 parts"):
-        batches(lengths, 5, part=Part(0, 9))
+        batches(lengths, 5, shard=Shard(0, 9))
 
 
 def test_nothing_makes_no_batch():

@@ -10,7 +10,7 @@ from torchcram.experiments.bench.cases import Case
 from torchcram.experiments.bench.example import example_batch
 from torchcram.experiments.bench.record import read_bench
 from torchcram.experiments.bench.run import Plan, run_bench
-from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.training.build import build_initial_model, target_weights

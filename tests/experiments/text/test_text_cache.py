@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny_texts import glue_folder, model_folder, question, squad, squad_folder
 
-from torchcram.experiments.data.text import cache
-from torchcram.experiments.data.text.cache import TENSORS, contents
-from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.data.text import loading as cache
+from torchcram.experiments.data.text.loading import TENSORS, contents, load_text
 from torchcram.experiments.recipe import load_recipe
 
 
@@ -87,7 +86,7 @@ def test_what_another_process_made_meanwhile_is_told_of_too(tmp_path, model, mon
         load(recipe(model), folder)
         yield
 
-    monkeypatch.setattr("torchcram.experiments.data.text.load.taking_turns", other)
+    monkeypatch.setattr("torchcram.experiments.data.text.loading.taking_turns", other)
     _, said = load(recipe(model), folder)
     assert said == ["squad: dev: 1 questions skipped, as they have no answer"]
 

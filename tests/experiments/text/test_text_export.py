@@ -9,7 +9,7 @@ from kills import check_kills, needs_fork
 
 from torchcram import artifact, compress, compressible_weights
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.evaluate import score_on_test
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.tasks.score import Score

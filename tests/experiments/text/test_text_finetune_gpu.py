@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.oneshot import one_shot
 from torchcram.experiments.finetuning import finetune
 from torchcram.experiments.recipe import load_recipe

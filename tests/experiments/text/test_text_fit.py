@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from torchcram.experiments.data.text.texts import Texts, TextSet
+from torchcram.experiments.data.text.datasets import Texts, TextSet
 from torchcram.experiments.evaluation.evaluate import require_fit
 from torchcram.experiments.models.text import TextModel
 

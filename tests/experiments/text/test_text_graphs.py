@@ -3,13 +3,16 @@ import torch
 from torch.optim import SGD, AdamW
 
 from torchcram import CrAM
-from torchcram.experiments.data.text import graphs
-from torchcram.experiments.data.text.load import load_text
+from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.training import cuda_graph_steps as graphs
 from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
-from torchcram.experiments.training.cuda_graph_steps import make_step
+from torchcram.experiments.training.cuda_graph_steps import (
+    TextGraphStep,
+    can_be_captured,
+    make_step,
+)
 from torchcram.experiments.training.steps import EagerStep
-from torchcram.experiments.training.text_graph_steps import TextGraphStep, can_be_captured
 from torchcram.optim import graphs as optim_graphs
 
 CPU = torch.device("cpu")

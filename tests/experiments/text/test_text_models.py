@@ -6,7 +6,7 @@ from commands import fail, succeed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from torchcram.experiments.models import minilm
+from torchcram.experiments.models import text as minilm
 from torchcram.experiments.models.text import build_text_model, find_model, load_tokenizer
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.training.build import build_initial_model

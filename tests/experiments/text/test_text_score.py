@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.texts import Gold, Texts, TextSet
+from torchcram.experiments.data.text.datasets import Gold, Texts, TextSet
 from torchcram.experiments.evaluation.evaluate import score
 from torchcram.experiments.tasks.score import Score
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from torchcram.experiments.data.text.texts import Gold, Texts
+from torchcram.experiments.data.text.datasets import Gold, Texts
 from torchcram.experiments.tasks.spans import best_spans, span_loss
 from torchcram.experiments.tasks.text_score import answers, score_answers
 

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_texts import WORDS, tokenizer
 
+from torchcram.experiments.data.text.datasets import CONTEXT, TextSet
 from torchcram.experiments.data.text.glue import Labelled
 from torchcram.experiments.data.text.squad import Answer, Question, Questions
-from torchcram.experiments.data.text.texts import CONTEXT, TextSet
 from torchcram.experiments.data.text.tokens import starts, tokenise_questions, tokenise_sentences
 from torchcram.experiments.tasks.metrics import exact_match
 from torchcram.experiments.tasks.text_score import answers, score_answers

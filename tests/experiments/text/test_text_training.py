@@ -7,8 +7,8 @@ from commands import command, fail, succeed
 from safetensors.torch import load_file
 from tiny_texts import glue_folder, model_folder
 
-from torchcram.experiments.data.text.load import load_text
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
+from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.training.log import read_log

@@ -8,7 +8,7 @@ import torch
 
 from torchcram.experiments.data.images import make_batches
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 
 if TYPE_CHECKING:
     from torch import Tensor

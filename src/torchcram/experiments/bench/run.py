@@ -15,7 +15,7 @@ from torchcram.experiments.bench.files import Files
 from torchcram.experiments.bench.gpu_engines import gpu_engines
 from torchcram.experiments.bench.record import Bench, Setting, Subject, Timing
 from torchcram.experiments.bench.side_by_side import timings_of
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.versions import machine_name, versions
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from torchcram import tune_batchnorm_
 from torchcram.experiments.data.images import calibration_batches
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.texts import TextSet
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.data.text.datasets import TextSet
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.seeds import mixed
 from torchcram.experiments.tasks.score import Score
 from torchcram.experiments.tasks.text_fit import require_fit_of_texts
@@ -35,7 +35,7 @@ def evaluate(
     device: torch.device,
     *,
     precision: str = "fp32",
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> float:
     """Returns the fraction of images that `model`, in eval mode meanwhile, gets right.
 
@@ -46,7 +46,7 @@ def evaluate(
         batches: images and labels; those of this process where there are several.
         device: that they are moved to.
         precision: "fp32", or "bf16" for autocast on a GPU.
-        team: whose counts are added up.
+        ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
         ValueError: if `batches` is empty.
@@ -59,7 +59,7 @@ def evaluate(
                 scores = model(images.to(device, non_blocking=True))
             right += (scores.argmax(1) == labels.to(device, non_blocking=True)).sum()
             total += len(labels)
-    all_right, images_seen = team.sums(int(right), total)
+    all_right, images_seen = ranks.all_reduce_sum(int(right), total)
     if not images_seen:
         raise ValueError("there is nothing to evaluate on: no batch came")
     return all_right / images_seen
@@ -73,7 +73,7 @@ def score(
     *,
     device: torch.device,
     precision: str = "fp32",
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Score:
     """Returns what `model`, in eval mode meanwhile, comes to by the metric of its task.
 
@@ -83,14 +83,14 @@ def score(
         batches: of its test split; those of this process where there are several.
         device: of the model.
         precision: "fp32", or "bf16" for autocast on a GPU.
-        team: that shares the test.
+        ranks: Processes that share the work; rank 0 writes the files.
     """
     if isinstance(data, TextSet) and isinstance(batches, TextBatches):
         with eval_mode(model):
             return text_score(
-                model, batches, data.task, device=device, precision=precision, team=team
+                model, batches, data.task, device=device, precision=precision, ranks=ranks
             )
-    return Score(evaluate(model, batches.epoch(0), device, precision=precision, team=team))
+    return Score(evaluate(model, batches.epoch(0), device, precision=precision, ranks=ranks))
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram import compress, sparsity
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.evaluation.evaluate import score, tune_
 from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
 from torchcram.experiments.evaluation.results import TargetResult, mean, std
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.score import Score
 from torchcram.experiments.training.build import build_batches, target_weights
 from torchcram.experiments.training.data_parallel import take_statistics_
@@ -45,7 +45,7 @@ def one_shot(
     save_to: Path | None = None,
     use: Callable[[TargetResult, nn.Module], None] | None = None,
     progress: Callable[[TargetResult], None] | None = None,
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> list[TargetResult]:
     """Compresses copies of `model`, each to one target, and measures them.
 
@@ -67,7 +67,7 @@ def one_shot(
         use: Function that is called with every target and its compressed model, tuned on the first
             calibration set, in the first process.
         progress: told of every target as soon as it is measured.
-        team: that shares the test images; files are written by the first.
+        ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
         ValueError: for a target that cannot be read, is a range or comes twice, before anything is
@@ -78,11 +78,11 @@ def one_shot(
         raise ValueError(f"trials={trials!r} is not a positive number")
     untuned = isinstance(data, TextSet)  # no statistics to tune
     names = target_weights(recipe, model)
-    test = build_batches(recipe, data, train=False, device=device, seed=seed, team=team)
+    test = build_batches(recipe, data, train=False, device=device, seed=seed, ranks=ranks)
 
     def tested() -> Score:
         precision = recipe.train.precision
-        return score(small, data, test, device=device, precision=precision, team=team)
+        return score(small, data, test, device=device, precision=precision, ranks=ranks)
 
     results = []
     for operator in operators:
@@ -90,7 +90,7 @@ def one_shot(
         with _warnings_to_log():
             if looks_at_data(operator):
                 small, seconds = pruned(
-                    model, operator, recipe, data=data, device=device, seed=seed, team=team
+                    model, operator, recipe, data=data, device=device, seed=seed, ranks=ranks
                 )
             else:
                 small = compress(model, operator, weights=names)
@@ -99,10 +99,10 @@ def one_shot(
         after = [before] if untuned else []
         first = small  # of which no calibration set but the first is seen
         for trial in range(0 if untuned else trials):
-            if trial == 1 and team.first and (save_to or use):
+            if trial == 1 and ranks.is_first and (save_to or use):
                 first = copy.deepcopy(small)
             tune_(small, recipe, data, device=device, seed=seed, trial=trial)
-            take_statistics_(small, team)
+            take_statistics_(small, ranks)
             after.append(tested())
         values = [one.value for one in after]
         result = TargetResult(
@@ -116,9 +116,9 @@ def one_shot(
             others=after[-1].others,
             seconds=seconds,
         )
-        if save_to is not None and team.first:
+        if save_to is not None and ranks.is_first:
             save_model(first, save_to / f"{str(operator).replace(':', '-')}.safetensors")
-        if use is not None and team.first:
+        if use is not None and ranks.is_first:
             use(result, first)
         if progress is not None:
             progress(result)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.seeds import mixed
 from torchcram.experiments.training.build import build_batches, target_weights
 from torchcram.experiments.training.steps import autocast, loss_of
@@ -38,7 +38,7 @@ def pruned(
     data: AnyData,
     device: torch.device,
     seed: int,
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> tuple[nn.Module, float]:
     """Returns a copy of a model that a pruner has compressed, and the seconds that it took.
 
@@ -53,7 +53,7 @@ def pruned(
         data: whose training split is looked at.
         device: of all that is computed.
         seed: of the choice of batches.
-        team: the first one prunes, the others take what came out.
+        ranks: Processes that share the work; rank 0 writes the files.
     """
     small = copy.deepcopy(model)
     weights = target_weights(recipe, small)
@@ -73,8 +73,8 @@ def pruned(
             torch.cuda.synchronize(device)
         return {name: weight.detach().cpu() for name, weight in weights.items()}
 
-    found = team.from_first(prune)
-    if not team.first:
+    found = ranks.broadcast_from_rank0(prune)
+    if not ranks.is_first:
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(found[name])

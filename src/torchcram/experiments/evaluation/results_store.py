@@ -19,7 +19,7 @@ from torchcram.experiments.evaluation.results import (
 from torchcram.experiments.io.dataclass_io import plain
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import remove_leftovers, taking_turns
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.training.run_folder import DataInfo
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def outcome(
     device: torch.device,
     file: str = RESULT,
     progress: Callable[[TargetResult], None] | None = None,
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Result:
     """Returns what the model comes to at the targets of its recipe, and leaves it in the folder.
 
@@ -54,12 +54,12 @@ def outcome(
         device: of all that is computed.
         file: in the folder.
         progress: told of every target that is measured.
-        team: that shares the work; the first one reads and writes the file.
+        ranks: Processes that share the work; rank 0 writes the files.
     """
-    found = team.from_first(lambda: _found(folder / file, trained))
+    found = ranks.broadcast_from_rank0(lambda: _found(folder / file, trained))
     if found is None:
-        found = measure(trained, data, device=device, progress=progress, team=team)
-        if team.first:
+        found = measure(trained, data, device=device, progress=progress, ranks=ranks)
+        if ranks.is_first:
             write_result(found, folder / file)
     return found
 
@@ -73,7 +73,7 @@ def measure(
     save_to: Path | None = None,
     use: Callable[[TargetResult, nn.Module], None] | None = None,
     progress: Callable[[TargetResult], None] | None = None,
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Result:
     """Returns what the model comes to at the targets of its recipe.
 
@@ -85,7 +85,7 @@ def measure(
         save_to: Folder for the compressed models.
         use: Function that is called with every target and its compressed model.
         progress: told of every target that is measured.
-        team: that shares the work.
+        ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
         ValueError: if the model was trained or tested on other data.
@@ -104,7 +104,7 @@ def measure(
         save_to=save_to,
         use=use,
         progress=progress,
-        team=team,
+        ranks=ranks,
     )
     seed = SeedResult(
         seed=info.seed,

@@ -8,7 +8,6 @@ from torchcram.experiments.models.build import (
     own_model_names,
     replace_head_,
 )
-from torchcram.experiments.models.cifar import VGG, ProjectionBlock, ResNet18
 from torchcram.experiments.models.factories import (
     FORMS,
     TIMM,
@@ -17,7 +16,15 @@ from torchcram.experiments.models.factories import (
     takes_args,
     with_absolute_path,
 )
-from torchcram.experiments.models.small import BasicBlock, ConvNet, ResNet, resnet20
+from torchcram.experiments.models.small import (
+    VGG,
+    BasicBlock,
+    ConvNet,
+    ProjectionBlock,
+    ResNet,
+    ResNet18,
+    resnet20,
+)
 
 __all__ = [
     "FORMS",

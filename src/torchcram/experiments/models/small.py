@@ -1,4 +1,4 @@
-"""Models of under a million weights, for small images."""
+"""Networks for small images."""
 
 from __future__ import annotations
 
@@ -89,3 +89,74 @@ def _initialise_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(module.weight)
+
+
+VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+class ProjectionBlock(BasicBlock):
+    """As `BasicBlock`, but where x is of another shape, BN(1x1 conv(x)) takes its place."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__(inputs, outputs, stride)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
+            self.shortcut.append(nn.BatchNorm2d(outputs))
+
+    def skip(self, x: Tensor) -> Tensor:
+        """Brings x into the shape of the output."""
+        y: Tensor = self.shortcut(x)
+        return y
+
+
+class ResNet18(nn.Module):
+    """Eight blocks, two of each width from 64 to 512, after a 3x3 convolution; 11.2 M weights."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.blocks = nn.Sequential()
+        inputs = 64
+        for outputs in (64, 128, 256, 512):
+            self.blocks.append(ProjectionBlock(inputs, outputs, 1 if outputs == 64 else 2))
+            self.blocks.append(ProjectionBlock(outputs, outputs, 1))
+            inputs = outputs
+        self.fc = nn.Linear(inputs, classes)
+        _initialise_by_fan_out_(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images to class scores."""
+        x = torch.relu(self.bn1(self.conv1(x)))
+        logits: Tensor = self.fc(self.blocks(x).mean((2, 3)))
+        return logits
+
+
+class VGG(nn.Module):
+    """Groups of 3x3 convolutions with batch norm, a pooling after each; one Linear layer."""
+
+    def __init__(self, groups: tuple[tuple[int, ...], ...] = VGG16, *, classes: int = 10) -> None:
+        super().__init__()
+        self.features = nn.Sequential()
+        inputs = 3
+        for widths in groups:
+            for outputs in widths:
+                self.features.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
+                self.features.append(nn.BatchNorm2d(outputs))
+                self.features.append(nn.ReLU())
+                inputs = outputs
+            self.features.append(nn.MaxPool2d(2))
+        self.fc = nn.Linear(inputs, classes)
+        _initialise_by_fan_out_(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images to class scores."""
+        logits: Tensor = self.fc(self.features(x).mean((2, 3)))
+        return logits
+
+
+def _initialise_by_fan_out_(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

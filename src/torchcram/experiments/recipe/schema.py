@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchcram import Operator, parse_operator
-from torchcram.experiments.data.images.augment import AUGMENTS, STREAMED
+from torchcram.experiments.data.images.resident import AUGMENTS, STREAMED
 from torchcram.experiments.io.dataclass_io import (
     UNLESS_DEFAULT,
     BadValue,
@@ -33,7 +33,7 @@ from torchcram.experiments.models import (
     takes_args,
     with_absolute_path,
 )
-from torchcram.experiments.models.text_names import ALLOWED, is_text_model
+from torchcram.experiments.models.text import ALLOWED, is_text_model
 from torchcram.experiments.recipe.torch_names import (
     OPTIMIZERS as TORCH_OPTIMIZERS,
 )

@@ -14,7 +14,7 @@ from torchcram.passes import eval_mode
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.experiments.data.text.texts import Texts, TextSet
+    from torchcram.experiments.data.text.datasets import Texts, TextSet
 
 CLOSE = 1e-3  # scores in float32 differ by less where only the padding does
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.data.text.texts import CONTEXT
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.data.text.datasets import CONTEXT
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.metrics import binary_scores, exact_match, token_f1
 from torchcram.experiments.tasks.score import Score
 from torchcram.experiments.tasks.spans import best_spans
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchcram.experiments.data.text.batches import TextBatches
-    from torchcram.experiments.data.text.texts import Texts
+    from torchcram.experiments.data.text.datasets import Texts
     from torchcram.experiments.tasks.text_formats import Task
 
 
@@ -29,7 +29,7 @@ def text_score(
     *,
     device: torch.device,
     precision: str = "fp32",
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Score:
     """Returns what a model, in eval mode, comes to on test batches.
 
@@ -39,13 +39,13 @@ def text_score(
         task: says which metrics.
         device: of the batches.
         precision: "fp32", or "bf16" for autocast on a GPU.
-        team: whose answers are put together.
+        ranks: Processes that share the work; rank 0 writes the files.
     """
     found = _scores(model, batches, device, precision)
     if task.sentences is None:
-        values = _answers(found, batches.texts, team)
+        values = _answers(found, batches.texts, ranks)
     else:
-        values = _classes(found, batches.texts, task, team)
+        values = _classes(found, batches.texts, task, ranks)
     others = {name: values[name] for name in task.others}
     value = values[task.metric]
     if value < 0:  # a correlation: worse than chance is as bad
@@ -67,17 +67,17 @@ def _scores(
         yield batches.places(number), inputs, scores
 
 
-def _classes(found: Iterator[Scored], texts: Texts, task: Task, team: Team) -> dict[str, float]:
+def _classes(found: Iterator[Scored], texts: Texts, task: Task, ranks: Ranks) -> dict[str, float]:
     classes = len(task.classes)
     counts = torch.zeros(classes * classes, dtype=torch.int64)
     for places, _, scores in found:
         pairs = texts.labels[places.cpu()] * classes + scores.argmax(1).cpu()
         counts += torch.bincount(pairs, minlength=len(counts))
-    added = torch.tensor(team.sums(*counts.tolist())).long().view(classes, classes)
+    added = torch.tensor(ranks.all_reduce_sum(*counts.tolist())).long().view(classes, classes)
     return binary_scores(added.tolist())
 
 
-def _answers(found: Iterator[Scored], texts: Texts, team: Team) -> dict[str, float]:
+def _answers(found: Iterator[Scored], texts: Texts, ranks: Ranks) -> dict[str, float]:
     sums = torch.zeros(len(texts), dtype=torch.float64)
     spans = torch.zeros(len(texts), 2, dtype=torch.int64)
     for places, inputs, scores in found:
@@ -86,9 +86,9 @@ def _answers(found: Iterator[Scored], texts: Texts, team: Team) -> dict[str, flo
         # what cannot be added up is told apart by a sum that no pair of scores has
         sums[rows] = best.double().clamp(min=-1e30).cpu()
         spans[rows] = tokens.cpu()
-    if team.count > 1:  # every sequence is one process's, and zero in all others
-        sums = torch.tensor(team.sums(*sums.tolist()), dtype=torch.float64)
-        spans = torch.tensor(team.sums(*spans.flatten().tolist())).long().view(-1, 2)
+    if ranks.world_size > 1:  # every sequence is one process's, and zero in all others
+        sums = torch.tensor(ranks.all_reduce_sum(*sums.tolist()), dtype=torch.float64)
+        spans = torch.tensor(ranks.all_reduce_sum(*spans.flatten().tolist())).long().view(-1, 2)
     return score_answers(texts, answers(texts, sums, spans))
 
 

@@ -18,9 +18,9 @@ from torchcram.experiments.data.images import (
     make_batches,
 )
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.models import build_model
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe.torch_names import make_optimizer
 from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.training.parallel import cores
@@ -80,7 +80,7 @@ def build_batches(
     train: bool,
     device: torch.device,
     seed: int,
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> ResidentBatches | StreamBatches | TextBatches:
     """Returns the training batches of a recipe, or test batches of a size that suits the images.
 
@@ -90,7 +90,7 @@ def build_batches(
         train: which of them.
         device: where they go.
         seed: of order and augmentation.
-        team: that shares them.
+        ranks: Processes that share the work; rank 0 writes the files.
     """
     batch_size = recipe.train.batch_size
     if isinstance(data, TextSet):
@@ -100,7 +100,7 @@ def build_batches(
             device=device,
             seed=seed,
             train=train,
-            part=team.part,
+            shard=ranks.shard,
         )
     if not train:
         _, height, width = image_shape(recipe, data)
@@ -113,8 +113,8 @@ def build_batches(
         device=device,
         seed=seed,
         image_size=recipe.data.image_size,
-        workers=None if team.local_count == 1 else max(1, cores() // team.local_count),
-        part=team.part,
+        workers=None if ranks.local_world_size == 1 else max(1, cores() // ranks.local_world_size),
+        shard=ranks.shard,
     )
 
 

@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import GradBucket
 
-    from torchcram.experiments.ranks import Team
+    from torchcram.experiments.ranks import Ranks
 
 
-def with_shared_statistics(model: nn.Module, device: torch.device, team: Team) -> nn.Module:
+def with_shared_statistics(model: nn.Module, device: torch.device, ranks: Ranks) -> nn.Module:
     """Returns `model` with batch norm over the batch of all processes, where torch can: on GPUs.
 
     Parameters and buffers keep their names.
     """
-    if team.count == 1 or device.type != "cuda":
+    if ranks.world_size == 1 or device.type != "cuda":
         return model
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return synced
 
 
 def data_parallel(
-    model: nn.Module, device: torch.device, team: Team, *, batch_size: int
+    model: nn.Module, device: torch.device, ranks: Ranks, *, batch_size: int
 ) -> nn.Module:
     """Returns what to call in training: its backward leaves the gradient of the whole batch.
 
     Args:
         model: alike in all processes or not; from here on as it is in the first.
         device: of the model.
-        team: who takes a part of each batch.
+        ranks: Processes that share the work; rank 0 writes the files.
         batch_size: of the whole batch, whose parts need not be of one size.
     """
-    if team.count == 1:
+    if ranks.world_size == 1:
         return model
     kind = nn.parallel.DistributedDataParallel
     sync_buffers = "forward_sync_buffers"  # as later versions of torch call it
@@ -53,10 +53,10 @@ def data_parallel(
     if device.type == "cuda":
         options["device_ids"] = [device]
     parallel = kind(model, **options)
-    if batch_size % team.count:
+    if batch_size % ranks.world_size:
         # torch refuses annotations that are text
         hook = lambda share, bucket: _weighted_sum(share, bucket)  # noqa: E731
-        parallel.register_comm_hook(team.part.share(batch_size), hook)
+        parallel.register_comm_hook(ranks.shard.share(batch_size), hook)
     return parallel
 
 
@@ -69,12 +69,12 @@ def _weighted_sum(share: float, bucket: GradBucket) -> torch.futures.Future[Tens
 
 
 @torch.no_grad()
-def average_statistics_(model: nn.Module, team: Team) -> None:
+def average_statistics_(model: nn.Module, ranks: Ranks) -> None:
     """Puts the mean over the processes into the running statistics of batch norm.
 
     Layers that look at the batch of all processes have the same ones already.
     """
-    if team.count == 1:
+    if ranks.world_size == 1:
         return
     from torch import distributed as dist
 
@@ -85,13 +85,13 @@ def average_statistics_(model: nn.Module, team: Team) -> None:
         for statistic in (layer.running_mean, layer.running_var):
             if statistic is not None:
                 dist.all_reduce(statistic)
-                statistic.div_(team.count)
+                statistic.div_(ranks.world_size)
 
 
 @torch.no_grad()
-def take_statistics_(model: nn.Module, team: Team) -> None:
+def take_statistics_(model: nn.Module, ranks: Ranks) -> None:
     """Puts the buffers of the first process into those of all."""
-    if team.count == 1:
+    if ranks.world_size == 1:
         return
     from torch import distributed as dist
 
@@ -107,7 +107,7 @@ def strides_as_they_come() -> Iterator[None]:
         yield
 
 
-def seed_epoch(team: Team, seed: int, epoch: int) -> None:
+def seed_epoch(ranks: Ranks, seed: int, epoch: int) -> None:
     """Gives the processes global random numbers of their own (dropout), whatever came before."""
-    if team.count > 1:
-        torch.manual_seed(mixed(seed, "process", epoch, team.rank))
+    if ranks.world_size > 1:
+        torch.manual_seed(mixed(seed, "process", epoch, ranks.rank))

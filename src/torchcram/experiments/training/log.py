@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines and TensorBoard, one record per epoch."""
+"""Log of a run: a record per epoch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,54 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from torchcram import GlobalTopK, Sparsifier, parse_operator
 from torchcram.experiments.io import json_text
 from torchcram.experiments.io.files import write_atomically
 from torchcram.experiments.tasks.score import ACCURACY
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from torch.utils.tensorboard import SummaryWriter
+
+    from torchcram import Masks, Weights
+
+
+DEFAULT = GlobalTopK(0.9)
+
+
+class MaskChange:
+    """The fraction of the entries of a mask that are other than they were an epoch before.
+
+    The mask is that of one fixed operator at w, whatever the steps used: the first one of
+    `operators` that does nothing but prune, at one level, and else global:0.9. It is a measure of
+    how settled the choice of weights is, comparable between runs with and without CrAM.
+
+    Args:
+        weights: that the operator sees.
+        operators: those of the training, as text.
+    """
+
+    def __init__(self, weights: Weights, operators: Sequence[str]) -> None:
+        read = [parse_operator(text) for text in operators]
+        pruning = [one for one in read if isinstance(one, Sparsifier) and not one.is_range]
+        self.operator: Sparsifier = pruning[0] if pruning else DEFAULT
+        self._weights = weights
+        self._masks = self._select()
+
+    def update(self) -> float:
+        """Returns the change since the last call, or since the beginning; takes new masks."""
+        before, self._masks = self._masks, self._select()
+        changed = [(before[name] != mask).sum() for name, mask in self._masks.items()]
+        return int(torch.stack(changed).sum()) / sum(mask.numel() for mask in before.values())
+
+    @torch.no_grad()
+    def _select(self) -> Masks:
+        return self.operator.select(self._weights)
+
 
 LOG, TENSORBOARD = "log.jsonl", "tensorboard"
 

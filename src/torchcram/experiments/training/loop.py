@@ -16,8 +16,7 @@ from torchcram.experiments.training.data_parallel import (
     seed_epoch,
     take_statistics_,
 )
-from torchcram.experiments.training.log import EpochRecord
-from torchcram.experiments.training.mask_change import MaskChange
+from torchcram.experiments.training.log import EpochRecord, MaskChange
 from torchcram.experiments.training.schedule import lr_at, set_lr_
 
 if TYPE_CHECKING:
@@ -51,16 +50,16 @@ class Loop:
         make_step: MakeStep,
         progress: Progress | None,
     ) -> None:
-        recipe, model, device, team = run.recipe, run.model, run.device, run.team
-        self._recipe, self._model, self._device, self._team = recipe, model, device, team
+        recipe, model, device, ranks = run.recipe, run.model, run.device, run.ranks
+        self._recipe, self._model, self._device, self._ranks = recipe, model, device, ranks
         self._optimizer, self._seed, self._data = run.optimizer, run.info.seed, data
         self._batches, self._test = (
-            build_batches(recipe, data, train=train, device=device, seed=run.info.seed, team=team)
+            build_batches(recipe, data, train=train, device=device, seed=run.info.seed, ranks=ranks)
             for train in (True, False)
         )
         batch_size = min(recipe.train.batch_size, len(data.train))
-        self._images, self._share = len(self._batches) * batch_size, team.part.share(batch_size)
-        called = data_parallel(model, device, team, batch_size=batch_size)
+        self._images, self._share = len(self._batches) * batch_size, ranks.shard.share(batch_size)
+        called = data_parallel(model, device, ranks, batch_size=batch_size)
         self._step = make_step(called, run.optimizer, self._batches, recipe.train, device)
         operators = recipe.cram.operators if recipe.cram is not None else ()
         self._change = MaskChange(trained_weights(recipe, model), operators)
@@ -86,7 +85,7 @@ class Loop:
                 f"epoch {epoch + 1}: the training loss is {loss} at w, {compressed_loss} at w~; "
                 "a smaller learning rate or rho may help"
             )
-        average_statistics_(self._model, self._team)
+        average_statistics_(self._model, self._ranks)
         found = self.score() if test else None
         return EpochRecord(
             epoch=epoch + 1,
@@ -97,7 +96,7 @@ class Loop:
             mask_change=self._change.update(),
             images_per_second=self._images / (trained - begin),
             seconds=time.perf_counter() - begin,
-            processes=self._team.count,
+            processes=self._ranks.world_size,
             metric=recipe.metric,
             unit="images" if recipe.text is None else "sequences",
             compressed_accuracy=self._compressed() if test else None,
@@ -112,7 +111,7 @@ class Loop:
             self._test,
             device=self._device,
             precision=self._recipe.train.precision,
-            team=self._team,
+            ranks=self._ranks,
         )
 
     def _compressed(self) -> float | None:
@@ -123,7 +122,7 @@ class Loop:
         weights = target_weights(recipe, self._model)
         small = compress(self._model, recipe.compress.watch, weights=weights)
         tune_(small, recipe, self._data, device=device, seed=self._seed)
-        take_statistics_(small, self._team)
+        take_statistics_(small, self._ranks)
         return self.score(small).value
 
     def tell(self, done: float, record: EpochRecord | None = None) -> None:
@@ -137,14 +136,14 @@ class Loop:
         """Waits for the device; returns the mean losses over all processes."""
         at_w, at_compressed = self._step.losses()
         shares = [self._share * loss for loss in (at_w, at_compressed) if loss is not None]
-        at_w, *others = self._team.sums(*shares)
+        at_w, *others = self._ranks.all_reduce_sum(*shares)
         return at_w, others[0] if others else None
 
     def _train(self, epoch: int) -> float:
         """Takes the steps of an epoch; returns the last learning rate."""
         recipe, steps, lr = self._recipe, len(self._batches), 0.0
         self._model.train()
-        seed_epoch(self._team, self._seed, epoch)
+        seed_epoch(self._ranks, self._seed, epoch)
         self._step.start_epoch(epoch)
         for number in range(steps):
             lr = lr_at(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import hold_masks
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.score import Score
 from torchcram.experiments.training.build import build_initial_model, build_optimizer, place
 from torchcram.experiments.training.checkpoint import (
@@ -81,7 +81,7 @@ class Run:
     model: nn.Module
     optimizer: Optimizer
     device: torch.device
-    team: Team = ALONE
+    ranks: Ranks = SINGLE
     done: int = 0
     seconds: float = 0.0
 
@@ -94,7 +94,7 @@ class Run:
         *,
         start: Start | None,
         device: torch.device,
-        team: Team = ALONE,
+        ranks: Ranks = SINGLE,
     ) -> Run:
         """Returns the training as the latest checkpoint has it, or at its beginning.
 
@@ -105,7 +105,7 @@ class Run:
         while True:
             # one process reads: all continue from the same epoch, and need not see the same disk
             read = partial(load_latest, checkpoints, who, before=before)
-            latest = team.from_first(read)
+            latest = ranks.broadcast_from_rank0(read)
             if start is not None:
                 model = copy.deepcopy(start.model)
             else:
@@ -113,16 +113,16 @@ class Run:
                 model = build_initial_model(
                     recipe, classes=len(info.data.classes), seed=info.seed, pretrained=pretrained
                 )
-            model = with_shared_statistics(place(model, device), device, team)
+            model = with_shared_statistics(place(model, device), device, ranks)
             optimizer = build_optimizer(recipe, model, seed=info.seed)
-            run = cls(recipe, folder, info, model, optimizer, device, team)
+            run = cls(recipe, folder, info, model, optimizer, device, ranks)
             if latest is None:
                 return run
             before, state = latest
-            problem = team.agree(partial(run._continue_from, before, state))
-            if not team.sums(problem is not None)[0]:
+            problem = ranks.run_on_all(partial(run._continue_from, before, state))
+            if not ranks.all_reduce_sum(problem is not None)[0]:
                 return run
-            if team.first:
+            if ranks.is_first:
                 path = checkpoint_path(checkpoints, before)
                 warnings.warn(
                     f"{path} is not used: {problem or 'another process refuses it'}", stacklevel=2
@@ -170,13 +170,13 @@ class Run:
                 loop.tell(record.epoch, record)
         if found is None:  # it was killed after the last checkpoint
             found = loop.score()
-        if self.team.first:
+        if self.ranks.is_first:
             save_model(self.model, self.folder / MODEL)
-            finished = Finished(found.value, self.seconds, self.team.count, found.others)
+            finished = Finished(found.value, self.seconds, self.ranks.world_size, found.others)
             write_info(self.folder, replace(self.info, finished=finished))
 
     def _log(self) -> AbstractContextManager[RunLog | None]:
-        return RunLog(self.folder, first=self.done + 1) if self.team.first else nullcontext()
+        return RunLog(self.folder, first=self.done + 1) if self.ranks.is_first else nullcontext()
 
     def _save_after(self, log: RunLog | None) -> None:
         """Writes a checkpoint once the records that led to it are on the disk."""
@@ -185,7 +185,7 @@ class Run:
         self._save()
 
     def _save(self) -> None:
-        if not self.team.first:
+        if not self.ranks.is_first:
             return
         training = state_of(self.model, self.optimizer, self.device)
         state = {"training": training, "seconds": self.seconds}

@@ -19,7 +19,7 @@ import torch
 
 from torchcram import artifact
 from torchcram.artifact.reader import MANIFEST
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.io import json_text, yaml_text
 from torchcram.experiments.io.dataclass_io import plain
 from torchcram.experiments.io.dict_diff import explain_differences

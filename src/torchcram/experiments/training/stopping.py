@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.evaluation.evaluate import score_on_test
 from torchcram.experiments.training.log import LOG, read_log
 from torchcram.experiments.training.loop import Loop, Progress
@@ -59,7 +59,7 @@ class StoppingRun(Run):
         held = held.in_parts(min(stop.tests, batches))
         rounds = recipe.train.epochs
         loop = Loop(replace(self, recipe=recipe), held, make_step, progress)
-        values = self.team.from_first(lambda: held_out_values(self.folder, self.done))
+        values = self.ranks.broadcast_from_rank0(lambda: held_out_values(self.folder, self.done))
         loop.tell(self.done)
         with self._log() as log:
             while self.done < rounds and self.done - _best(values) < stop.patience:
@@ -69,10 +69,10 @@ class StoppingRun(Run):
                     log.write(record)
                 values.append(record.accuracy)
                 self.done, self.seconds = record.epoch, self.seconds + record.seconds
-                if self.team.first and _best(values) == self.done:
+                if self.ranks.is_first and _best(values) == self.done:
                     save_model(self.model, self.folder / BEST.format(self.done))
                 self._save_after(log)
-                if self.team.first:
+                if self.ranks.is_first:
                     # the one of the checkpoint before this stays: that may have to be gone back to
                     _remove_all_but(self.folder, {_best(values), _best(values[:-1])})
                 loop.tell(record.epoch, record)
@@ -80,14 +80,14 @@ class StoppingRun(Run):
 
     def _leave(self, best: int, data: AnyData) -> None:
         path = self.folder / BEST.format(best)
-        if self.team.first:
+        if self.ranks.is_first:
             load_model_(self.model, path)
-        if self.team.count > 1:  # the others need not see the same disk
-            self.model.load_state_dict(self.team.from_first(lambda: _on_cpu(self.model)))
+        if self.ranks.world_size > 1:  # the others need not see the same disk
+            self.model.load_state_dict(self.ranks.broadcast_from_rank0(lambda: _on_cpu(self.model)))
         found = score_on_test(self.model, self.recipe, data, device=self.device)
-        if self.team.first:
+        if self.ranks.is_first:
             save_model(self.model, self.folder / MODEL)
-            finished = Finished(found.value, self.seconds, self.team.count, found.others)
+            finished = Finished(found.value, self.seconds, self.ranks.world_size, found.others)
             write_info(self.folder, replace(self.info, finished=finished))
             _remove_all_but(self.folder, set())
 

@@ -13,7 +13,7 @@ import torch
 
 from torchcram.experiments.evaluation.evaluate import require_fit
 from torchcram.experiments.io.files import locked
-from torchcram.experiments.ranks import ALONE, Team
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.training.build import build_initial_model, place
 from torchcram.experiments.training.checkpoint import own_randomness
 from torchcram.experiments.training.data_parallel import strides_as_they_come
@@ -67,7 +67,7 @@ def train(
     checkpoint_interval: int = 1,
     make_step: MakeStep = EagerStep,
     progress: Progress | None = None,
-    team: Team = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Trained:
     """Trains a model, or continues where an earlier call on the same folder stopped.
 
@@ -90,7 +90,7 @@ def train(
         checkpoint_interval: a checkpoint is written after every so many, and after the last.
         make_step: how steps are taken.
         progress: told of every epoch, and now and then in between; only in the first process.
-        team: the processes that do it together.
+        ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
         ValueError: if the folder is of another run, naming in what they differ, if the model does
@@ -111,26 +111,28 @@ def train(
         versions=versions(),
     )
     intervals = {"eval_interval": eval_interval, "checkpoint_interval": checkpoint_interval}
-    team.require_alike({**identity(recipe, asked), **intervals, "device": device.type})
+    ranks.require_same({**identity(recipe, asked), **intervals, "device": device.type})
     with ExitStack() as held:
         held.enter_context(own_randomness(device, seed))
-        info, finished = team.from_first(lambda: _open(folder, recipe, asked, held, team))
+        info, finished = ranks.broadcast_from_rank0(
+            lambda: _open(folder, recipe, asked, held, ranks)
+        )
         if not finished:
             kind = Run if recipe.train.early_stopping is None else StoppingRun
-            run = team.agree(
-                lambda: kind.resume(recipe, folder, info, start=start, device=device, team=team)
+            run = ranks.run_on_all(
+                lambda: kind.resume(recipe, folder, info, start=start, device=device, ranks=ranks)
             )
-            team.agree(lambda: require_fit(run.model, recipe, data, device=device))
+            ranks.run_on_all(lambda: require_fit(run.model, recipe, data, device=device))
             with run.held_masks(start), strides_as_they_come():
-                told = progress if team.first else None
+                told = progress if ranks.is_first else None
                 if isinstance(run, StoppingRun):
                     run.finish_early(data, make_step, told)
                 else:
                     loop = Loop(run, data, make_step, told)
                     run.finish(loop, eval_interval, checkpoint_interval)
-    if team.count == 1:
+    if ranks.world_size == 1:
         return load_trained(folder, device)
-    trained = team.from_first(lambda: load_trained(folder, CPU))
+    trained = ranks.broadcast_from_rank0(lambda: load_trained(folder, CPU))
     return replace(trained, model=place(trained.model, device))
 
 
@@ -145,13 +147,13 @@ def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Mo
 
 
 def _open(
-    folder: Path, recipe: Recipe, asked: RunInfo, held: ExitStack, team: Team
+    folder: Path, recipe: Recipe, asked: RunInfo, held: ExitStack, ranks: Ranks
 ) -> tuple[RunInfo, bool]:
     """Locks and opens the folder; returns what it says of the run, and whether that is finished.
 
     Where several processes began anew, what is left of the ones before may still hold the lock.
     """
-    held.enter_context(locked(folder, patience=0 if team.count == 1 else PATIENCE))
+    held.enter_context(locked(folder, patience=0 if ranks.world_size == 1 else PATIENCE))
     info = open_run(folder, recipe, asked)
     return info, info.finished is not None and (folder / MODEL).exists()
 

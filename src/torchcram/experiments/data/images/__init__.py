@@ -1,15 +1,19 @@
 """Data: by name from files, packed, and as batches on a device."""
 
-from torchcram.experiments.data.images.augment import AUGMENTS
 from torchcram.experiments.data.images.batches import calibration_batches, make_batches
-from torchcram.experiments.data.images.images import DataSet, Images, hold_out
+from torchcram.experiments.data.images.datasets import (
+    DataSet,
+    Images,
+    Pictures,
+    PictureSet,
+    hold_out,
+)
+from torchcram.experiments.data.images.loading import dataset_names, load_data
 from torchcram.experiments.data.images.packed import PackedError, pack, read_packed, write_packed
-from torchcram.experiments.data.images.pictures import Pictures, PictureSet
-from torchcram.experiments.data.images.resident import NO_LABEL, ResidentBatches
-from torchcram.experiments.data.images.sources import dataset_names, load_data
+from torchcram.experiments.data.images.resident import AUGMENTS, NO_LABEL, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
-from torchcram.experiments.data.parts import WHOLE, Part
-from torchcram.experiments.data.text.texts import TextSet
+from torchcram.experiments.data.text.datasets import TextSet
+from torchcram.experiments.ranks import WHOLE, Shard
 
 AnyData = DataSet | PictureSet | TextSet
 
@@ -21,10 +25,10 @@ __all__ = [
     "DataSet",
     "Images",
     "PackedError",
-    "Part",
     "PictureSet",
     "Pictures",
     "ResidentBatches",
+    "Shard",
     "StreamBatches",
     "calibration_batches",
     "dataset_names",

@@ -8,12 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchcram.experiments.data.images.augment import STREAMED
-from torchcram.experiments.data.images.images import DataSet
-from torchcram.experiments.data.images.pictures import PictureSet
-from torchcram.experiments.data.images.resident import ResidentBatches
+from torchcram.experiments.data.images.datasets import DataSet, PictureSet
+from torchcram.experiments.data.images.resident import STREAMED, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
-from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import mixed, seeded
 
 
@@ -27,7 +25,7 @@ def make_batches(
     seed: int,
     image_size: int | None = None,
     workers: int | None = None,
-    part: Part = WHOLE,
+    shard: Shard = WHOLE,
 ) -> ResidentBatches | StreamBatches:
     """Returns the batches of one split: resident if the images are decoded, else streamed.
 
@@ -40,7 +38,7 @@ def make_batches(
         seed: of order and augmentation.
         image_size: of streamed images; resident ones have their size already.
         workers: of streamed images.
-        part: of every batch in training; of the batches, each as a whole, in a test.
+        shard: Rows of every training batch, or whole test batches, that this rank takes.
     """
     if isinstance(data, DataSet):
         return ResidentBatches(
@@ -52,7 +50,7 @@ def make_batches(
             device=device,
             seed=seed,
             train=train,
-            part=part,
+            shard=shard,
         )
     if image_size is None:
         raise ValueError(f"images that are streamed (augment {STREAMED!r}) need image_size")
@@ -67,7 +65,7 @@ def make_batches(
         seed=seed,
         train=train,
         workers=workers,
-        part=part,
+        shard=shard,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from torchcram.experiments.data.images.pictures import File, Member, Picture, Pictures, PictureSet
+from torchcram.experiments.data.images.datasets import File, Member, Picture, Pictures, PictureSet
 
 TRAIN, TESTS = "train", ("test", "val")  # the first of the tests that is there is used
 ARCHIVE = ".tar.xz"

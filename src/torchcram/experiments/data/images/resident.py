@@ -1,4 +1,4 @@
-"""Batches out of a data set that lives on the device as a whole."""
+"""Batches out of a dataset that lives on the device as a whole, augmented there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,54 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from torchcram.experiments.data.images.augment import RESIDENT, check_augment, draw, margins
-from torchcram.experiments.data.images.images import Images
-from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.data.images.datasets import Images
+from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import seeded
+
+RESIDENT = ("none", "shift", "crop-flip")
+STREAMED = "resized-crop-flip"
+AUGMENTS = (*RESIDENT, STREAMED)
+
+
+def check_augment(augment: str, allowed: tuple[str, ...] = AUGMENTS) -> None:
+    """Refuses what is not one of `allowed`."""
+    if augment not in allowed:
+        raise ValueError(f"augment {augment!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def margins(augment: str, height: int, width: int) -> tuple[int, int]:
+    """Returns how many black pixels go above and below an image, and left and right of it."""
+    check_augment(augment, RESIDENT)
+    if augment == "none":
+        return 0, 0
+    if augment == "shift":
+        return 1, 1
+    return height // 8, width // 8
+
+
+def draw(
+    count: int, augment: str, size: tuple[int, int], *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draws a crop, and whether to flip it, for each of `count` images.
+
+    Args:
+        count: of images.
+        augment: one of `RESIDENT`.
+        size: height and width of an image without its margins.
+        generator: to draw from.
+
+    Returns:
+        The first pixel to read, as a place in the padded and flattened image, and the direction
+        to read a row in: 1, or -1 if it is flipped.
+    """
+    height, width = size
+    above, aside = margins(augment, height, width)
+    top = torch.randint(2 * above + 1, (count,), generator=generator)
+    left = torch.randint(2 * aside + 1, (count,), generator=generator)
+    flip = torch.randint(2 if augment == "crop-flip" else 1, (count,), generator=generator)
+    first = top * (width + 2 * aside) + left + flip * (width - 1)
+    return first, 1 - 2 * flip
+
 
 NO_LABEL = -100  # what cross_entropy ignores
 
@@ -35,7 +79,7 @@ class ResidentBatches:
         device: torch.device | str,
         seed: int,
         train: bool,
-        part: Part = WHOLE,
+        shard: Shard = WHOLE,
     ) -> None:
         """Copies the images to the device.
 
@@ -50,7 +94,7 @@ class ResidentBatches:
             seed: of order and augmentation.
             train: in random order, without the last batch if it is incomplete; else in the order
                 of the images, with it, and not augmented.
-            part: of every batch in training; of the batches, each as a whole, in a test.
+            shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         check_augment(augment, RESIDENT)
         count, height, width, channels = images.images.shape
@@ -61,8 +105,8 @@ class ResidentBatches:
         self.train = train
         self.batch_size = min(batch_size, count)
         self._steps = count // self.batch_size if train else -(-count // self.batch_size)
-        self._numbers = range(self._steps) if train else part.among(self._steps)
-        self._places = part.within(self.batch_size) if train else slice(None)
+        self._numbers = range(self._steps) if train else shard.among(self._steps)
+        self._places = shard.within(self.batch_size) if train else slice(None)
         self._seed, self._augment = seed, augment if train else "none"
         self._source = images.labels
         self._size = (height, width)

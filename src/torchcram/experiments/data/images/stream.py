@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torchcram.experiments.data.images.augment import STREAMED, check_augment
-from torchcram.experiments.data.images.pictures import Pictures, decode
-from torchcram.experiments.data.parts import WHOLE, Part
+from torchcram.experiments.data.images.datasets import Pictures, decode
+from torchcram.experiments.data.images.resident import STREAMED, check_augment
+from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import global_seed, mixed, seeded
 
 MAX_WORKERS = 16
@@ -40,7 +40,7 @@ class StreamBatches:
         seed: int,
         train: bool,
         workers: int | None = None,
-        part: Part = WHOLE,
+        shard: Shard = WHOLE,
     ) -> None:
         """Sets up the workers, which start with the first epoch.
 
@@ -57,7 +57,7 @@ class StreamBatches:
             train: in random order, without the last batch if it is incomplete; else in the order
                 of the images, with it, and not augmented.
             workers: processes that decode; 0: this one; None: as many as there are cores.
-            part: of every batch in training; of the batches, each as a whole, in a test.
+            shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         check_augment(augment, ("none", STREAMED))
         if min(batch_size, image_size, len(pictures)) < 1:
@@ -65,7 +65,7 @@ class StreamBatches:
                 f"batch size {batch_size} of {len(pictures)} images of size {image_size}: "
                 "all are at least 1"
             )
-        self._plan = _Plan(len(pictures), min(batch_size, len(pictures)), seed, train, part)
+        self._plan = _Plan(len(pictures), min(batch_size, len(pictures)), seed, train, shard)
         self._device = torch.device(device)
         self._mean = _channels(mean).to(device)
         self._scale = _channels(std).reciprocal().to(device)
@@ -97,13 +97,13 @@ class StreamBatches:
 class _Plan(Sampler[list[AugmentedIndex]]):
     """Which images make up the batches of an epoch, each with a seed."""
 
-    def __init__(self, count: int, batch_size: int, seed: int, train: bool, part: Part) -> None:
+    def __init__(self, count: int, batch_size: int, seed: int, train: bool, shard: Shard) -> None:
         self.epoch = 0
         self._count, self._batch_size = count, batch_size
         self._seed, self._train = seed, train
         steps = count // batch_size if train else -(-count // batch_size)
-        self._numbers = range(steps) if train else part.among(steps)
-        self._places = part.within(batch_size) if train else slice(None)
+        self._numbers = range(steps) if train else shard.among(steps)
+        self._places = shard.within(batch_size) if train else slice(None)
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchcram.experiments.data.images.pictures import Item, Pictures, PictureSet
+from torchcram.experiments.data.images.datasets import Item, Pictures, PictureSet
 from torchcram.experiments.seeds import seeded
 
 Arguments = Mapping[str, Any]

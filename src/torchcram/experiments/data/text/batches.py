@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchcram.experiments.data.parts import WHOLE, Part
-from torchcram.experiments.data.text.texts import Texts
+from torchcram.experiments.data.text.datasets import Texts
+from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import seeded
 
 # what sequences are padded to: few, so that there are few shapes; closer where they are short
@@ -35,7 +35,7 @@ class TextBatches:
         device: torch.device | str,
         seed: int,
         train: bool,
-        part: Part = WHOLE,
+        shard: Shard = WHOLE,
     ) -> None:
         """Copies the tokens to the device.
 
@@ -46,18 +46,18 @@ class TextBatches:
             seed: of the order.
             train: in random order, without the last few sequences where they make no batch; else
                 all of them, the short ones first, in batches of a size that suits their length.
-            part: of every batch in training; of the batches, each as a whole, in a test.
+            shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         count = len(texts)
         if batch_size < 1 or not count:
             raise ValueError(f"batch size {batch_size} of {count} sequences: both are at least 1")
         self.texts, self.train = texts, train
         self.batch_size = min(batch_size, count)
-        self._seed, self._part = seed, part
+        self._seed, self._shard = seed, shard
         self._lengths = texts.lengths
         self._rounded = rounded(self._lengths)
         if train:
-            part.within(self.batch_size)  # refuses what cannot be divided
+            shard.within(self.batch_size)  # refuses what cannot be divided
         parts = texts.parts if train else 1
         if count // self.batch_size < parts:
             raise ValueError(f"{count // self.batch_size} batches do not make {parts} parts")
@@ -77,24 +77,24 @@ class TextBatches:
         """Draws the order of the epoch and copies it to the device."""
         device = self._tokens.device
         if self.train:
-            epoch, part = divmod(epoch, self._parts)
+            epoch, section = divmod(epoch, self._parts)
             batches = self._drawn(seeded(self._seed, epoch))
             count = len(batches) // self._parts
-            batches = batches[part * count : (part + 1) * count]
+            batches = batches[section * count : (section + 1) * count]
         elif self._places:
             return  # always the same
         else:
             batches = self._in_order()
         self.lengths = [int(self._rounded[places].max()) for places in batches]
         if self.train:
-            kept = self._part.within(self.batch_size)
+            kept = self._shard.within(self.batch_size)
             self._places = list(torch.stack(batches)[:, kept].to(device))
         else:
             self._places = [places.to(device) for places in batches]
 
     def of_every_length(self) -> dict[int, Tensor]:
         """Returns a training batch of every length there is, in whichever part of an epoch."""
-        device, kept = self._tokens.device, self._part.within(self.batch_size)
+        device, kept = self._tokens.device, self._shard.within(self.batch_size)
         found = self._drawn(seeded(self._seed, 0))
         return {int(self._rounded[one].max()): one[kept].to(device) for one in found}
 
@@ -156,7 +156,7 @@ class TextBatches:
         for length in self._rounded.unique(sorted=True):
             alike = order[self._rounded[order] == length]
             batches += alike.split(max(1, TEST_TOKENS // int(length)))
-        return [batches[number] for number in self._part.among(len(batches))]
+        return [batches[number] for number in self._shard.among(len(batches))]
 
 
 def rounded(lengths: Tensor) -> Tensor:

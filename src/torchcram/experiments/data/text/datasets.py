@@ -1,4 +1,4 @@
-"""Tokenised texts and the data sets made of them."""
+"""Tokenised texts and the datasets made of them."""
 
 from __future__ import annotations
 

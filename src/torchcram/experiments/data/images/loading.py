@@ -1,4 +1,4 @@
-"""From the name of a data set to its images."""
+"""From the name of an image dataset to its images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.data.images.augment import STREAMED, check_augment
+from torchcram.experiments.data.images.datasets import DataSet, Images, PictureSet
 from torchcram.experiments.data.images.digits import split_digits
 from torchcram.experiments.data.images.folders import (
     archives_fingerprint,
@@ -18,13 +18,13 @@ from torchcram.experiments.data.images.folders import (
     read_archives,
     read_folder,
 )
-from torchcram.experiments.data.images.images import DataSet, Images
-from torchcram.experiments.data.images.pictures import PictureSet
-from torchcram.experiments.data.images.store import Report, Source, packed, packed_alone
+from torchcram.experiments.data.images.packed import Report, Source, packed, packed_alone
+from torchcram.experiments.data.images.resident import STREAMED, check_augment
 from torchcram.experiments.data.images.torchvision_sets import SETS, read_torchvision
 
 if TYPE_CHECKING:
     from torchcram.experiments.recipe import DataConfig
+
 
 DIGITS = "digits"
 
