@@ -52,7 +52,7 @@ def test_without_options_the_targets_of_the_recipe_go_into_the_run_folder(run):
 def test_rounded_values_are_tested_as_they_come_out_of_the_file(run, monkeypatch):
     tested = []
     score = "torchcram.experiments.export.score_on_test"
-    from torchcram.experiments.evaluation.evaluate import score_on_test
+    from torchcram.experiments.evaluation.compressed_models import score_on_test
 
     def watched(model, *rest, **options):
         tested.append({name: value.clone() for name, value in model.state_dict().items()})

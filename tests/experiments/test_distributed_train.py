@@ -16,9 +16,9 @@ from torch import nn
 
 from torchcram.cli import options
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.models import build as models
 from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.results_store import outcome
 from torchcram.experiments.training import build
 from torchcram.experiments.training import log as runlog
 from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch

@@ -106,7 +106,7 @@ def parameters_of(recipe):
 def test_every_recipe_is_in_order(name):
     recipe = EVERY[name]
     assert recipe.name == name
-    assert recipe.task == recipe.data.name
+    assert recipe.task_name == recipe.data.name
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert (recipe.cram is None) == (recipe.method in ("sgd", "sgd-2x", "transfer"))
     if (cram := recipe.cram) is not None:
@@ -117,7 +117,7 @@ def test_every_recipe_is_in_order(name):
 
 
 def shape_of(recipe):
-    return (2, 1, 8, 8) if recipe.task == "digits" else (2, 3, 32, 32)
+    return (2, 1, 8, 8) if recipe.task_name == "digits" else (2, 3, 32, 32)
 
 
 def cases():
@@ -191,7 +191,7 @@ def test_the_rows_of_the_paper_are_there(table):
 
 
 def test_titles_are_different_within_a_table():
-    titles = [(recipe.task, recipe.architecture, recipe.title) for recipe in EVERY.values()]
+    titles = [(recipe.task_name, recipe.architecture, recipe.title) for recipe in EVERY.values()]
     assert len(set(titles)) == len(titles)
 
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
 from torchcram.experiments.data.images import DataSet, Images
-from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.models import ConvNet
-from torchcram.experiments.training.build import build_initial_model
+from torchcram.experiments.recipe.build import build_initial_model
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.schedule import lr_at

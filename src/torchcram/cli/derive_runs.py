@@ -12,9 +12,8 @@ import typer
 from torchcram.cli.options import find_device, load, step_maker
 from torchcram.cli.progress import watching
 from torchcram.cli.tables import derived_table, grid_table, show
-from torchcram.experiments.derived_grid import finetune_grid
-from torchcram.experiments.evaluation.results_store import add_to_results, check_results, outcome
-from torchcram.experiments.finetuning import finetune
+from torchcram.experiments.finetuning import finetune, finetune_grid
+from torchcram.experiments.results_store import add_to_results, check_results, outcome
 from torchcram.report.results_table import result_table
 
 if TYPE_CHECKING:

@@ -105,10 +105,10 @@ def _models(text: str) -> Listing:
 
 def _datasets(text: str) -> Listing:
     from torchcram.experiments.data.images import dataset_names
-    from torchcram.experiments.tasks.text_formats import TASKS
+    from torchcram.experiments.data.text.formats import TEXT_FORMATS
 
     rows: list[Row] = [*dataset_names().items()]
-    rows += [(name, task.title) for name, task in TASKS.items()]
+    rows += [(name, task.title) for name, task in TEXT_FORMATS.items()]
     rows.append(("NAME", "any folder or archive NAME/<split>/<class>/*.jpg in the data folder"))
     return ("dataset", "what it is"), _with(rows, text)
 

@@ -13,9 +13,9 @@ from torchcram.cli.errors import UsageError, usage
 if TYPE_CHECKING:
     import torch
 
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.ranks import Ranks
     from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.steps import MakeStep
 
 DataFolder = Annotated[
@@ -143,7 +143,7 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     return EagerStep if eager else partial(make_step, compiled=compiled)
 
 
-def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
+def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     """Loads the data in every process, on each machine first in one: it may download or pack it.
 
     Raises:
@@ -152,28 +152,20 @@ def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = Fals
     if ranks.world_size == 1:
         return load(recipe, folder, download=download)
 
-    def first() -> AnyData | None:
+    def first() -> Dataset | None:
         return None if ranks.local_rank else load(recipe, folder, download=download)
 
     found = ranks.run_on_all(first)
     return ranks.run_on_all(lambda: found or load(recipe, folder))
 
 
-def load(recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
+def load(recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     """Loads the data of a recipe; says what takes long."""
-    from torchcram.experiments.data.images import load_data
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    if recipe.text is not None:
-        from torchcram.experiments.data.text.batches import padding
-        from torchcram.experiments.data.text.loading import load_text
-
-        data = load_text(recipe, folder, report=say)
-        say(
-            f"{data.name}: {100 * padding(data.train, recipe.train.batch_size):.1f} % of the "
-            "tokens in training batches is padding"
-        )
-        return data
-    return load_data(recipe.data, folder, download=download, report=say)
+    data: Dataset = recipe.build_task().load(
+        folder, batch_size=recipe.train.batch_size, download=download, report=say
+    )
+    return data

@@ -13,8 +13,9 @@ from torchcram.cli.progress import hear, watching
 from torchcram.cli.tables import show
 from torchcram.cli.train_runs import Training, TrainOptions
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.evaluation.results_store import RESULT
-from torchcram.experiments.training.parallel import Failure, Job, cores, run_jobs, shared_gpu
+from torchcram.experiments.machine import cores
+from torchcram.experiments.results_store import RESULT
+from torchcram.experiments.training.parallel import Failure, Job, run_jobs, shared_gpu
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
 

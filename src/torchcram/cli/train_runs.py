@@ -22,18 +22,18 @@ from torchcram.cli.options import (
 )
 from torchcram.cli.progress import Style, watching
 from torchcram.cli.tables import show
-from torchcram.experiments.evaluation.results_store import add_to_results, check_results, outcome
+from torchcram.experiments.machine import versions
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import with_epochs
+from torchcram.experiments.results_store import add_to_results, check_results, outcome
 from torchcram.experiments.training.trainer import Start, load_trained, train
-from torchcram.experiments.versions import versions
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
 
 if TYPE_CHECKING:
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.evaluation.results import Result
+    from torchcram.experiments.tasks import Dataset
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _train(
     return result
 
 
-def _start(folder: Path, recipe: Recipe, data: AnyData) -> Start:
+def _start(folder: Path, recipe: Recipe, data: Dataset) -> Start:
     """Returns the weights of a finished run, for a training of the same model."""
     trained = load_trained(folder, torch.device("cpu"))
     ours, theirs = recipe.model, trained.recipe.model

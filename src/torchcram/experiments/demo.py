@@ -27,9 +27,9 @@ from torchcram.experiments.bench.record import DENSE
 from torchcram.experiments.data.images.digits import Digits, load_digits
 from torchcram.experiments.demo_deploy import deploy
 from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
+from torchcram.experiments.machine import machine_name, versions
 from torchcram.experiments.models import ConvNet
 from torchcram.experiments.seeds import global_seed
-from torchcram.experiments.versions import machine_name, versions
 
 PLAIN, AWARE = "SGD", CRAM_PLUS.name
 FIRST_CONV = r"^features\.0\."  # has one input channel, out of which no N:M group can be made

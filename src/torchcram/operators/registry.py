@@ -14,7 +14,7 @@ from torchcram.operators.base import Operator
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-T = TypeVar("T", bound=Operator)
+T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type[Operator])
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -56,7 +56,8 @@ class Registry(Generic[T]):
             raise ValueError(
                 f"{self.noun} name {name!r} is taken by {_path(known)}; {_path(kind)} needs another"
             )
-        if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:
+        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        if not frozen:
             raise ValueError(
                 f"{_path(kind)} must be a frozen dataclass: put @register_{self.noun}({name!r}) "
                 "above @dataclass(frozen=True)"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchcram.experiments.tasks.score import ACCURACY
+from torchcram.experiments.tasks import ACCURACY
 from torchcram.report.runs import Run
 from torchcram.report.summary import MeanStd, on_the_axis, percent, points, tuned
 

@@ -7,7 +7,7 @@ from torchcram.experiments.bench import run as module
 from torchcram.experiments.bench.cases import Case
 from torchcram.experiments.bench.example import example_batch
 from torchcram.experiments.bench.run import Plan, run_bench
-from torchcram.experiments.training.build import build_batches, target_weights
+from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.pruners import parse_pruner
 
 

@@ -8,16 +8,14 @@ from runs import recipe as digits_recipe
 from safetensors.torch import load_file
 
 from torchcram.experiments import derived_grid
-from torchcram.experiments.evaluation.evaluate import score_on_test
-from torchcram.experiments.evaluation.pruning import pruned
+from torchcram.experiments.evaluation.compressed_models import pruned, score_on_test
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.log import read_log
-from torchcram.experiments.training.loop import Loop
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.steps import EagerStep
-from torchcram.experiments.training.stopping import StoppingRun, held_out_values
+from torchcram.experiments.training.trainer import Loop, StoppingRun, held_out_values
 
 pytestmark = pytest.mark.usefixtures("_here")
 
@@ -79,7 +77,7 @@ def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, m
 
     monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
     monkeypatch.setattr(StoppingRun, "_save", save)
-    monkeypatch.setattr("torchcram.experiments.training.stopping.score_on_test", test)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.score_on_test", test)
     succeed(*tuned(finished, questions, "on"))
     assert held_out_values(Path("on")) == [0.1, 0.5, 0.5, 0.4, 0.2]
     assert tested == [6]  # the test split, once
@@ -129,7 +127,7 @@ def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
         made.append(len(data.train))
         return pruned(*given, data=data, **options)
 
-    monkeypatch.setattr("torchcram.experiments.derived_model.pruned", counted)
+    monkeypatch.setattr("torchcram.experiments.finetuning.pruned", counted)
     words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1, "--results", "results"]
     done = succeed(*tuned(finished, questions, "grid", *words, at="obs:m8:r2@uniform:0.7"))
     folders = [Path("grid", f"train.label_smoothing={one}") for one in ("0", "0.2")]

@@ -12,18 +12,22 @@ import torch
 
 from torchcram import compress, sparsity
 from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.evaluation.evaluate import score_on_test, tune_
-from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
+from torchcram.experiments.evaluation.compressed_models import (
+    looks_at_data,
+    pruned,
+    score_on_test,
+    tune_,
+)
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.evaluation.results_store import RESULT
-from torchcram.experiments.training.build import target_weights
+from torchcram.experiments.recipe.build import target_weights
+from torchcram.experiments.results_store import RESULT
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torchcram import Operator, Weights
-    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.trainer import Trained
 
 CPU = torch.device("cpu")
@@ -75,7 +79,7 @@ def read_targets(targets: Sequence[str]) -> dict[str, Operator]:
 
 def cases_of_run(
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     targets: Sequence[str],
     *,
     device: torch.device,
@@ -108,7 +112,7 @@ def cases_of_run(
 
 
 def one_shot_model(
-    trained: Trained, operator: Operator, data: AnyData, *, device: torch.device
+    trained: Trained, operator: Operator, data: Dataset, *, device: torch.device
 ) -> nn.Module:
     """Returns a compressed copy of a trained model, as `one_shot` measures it."""
     recipe, seed = trained.recipe, trained.info.seed

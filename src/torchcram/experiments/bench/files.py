@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchcram import artifact
 from torchcram.experiments.bench.engines import UnableError
-from torchcram.experiments.training.run_folder import save_model
+from torchcram.experiments.io.weights import save_model
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,16 +15,15 @@ from torchcram.experiments.bench.files import Files
 from torchcram.experiments.bench.gpu_engines import gpu_engines
 from torchcram.experiments.bench.record import Bench, Setting, Subject, Timing
 from torchcram.experiments.bench.side_by_side import timings_of
-from torchcram.experiments.data.text.datasets import TextSet
-from torchcram.experiments.versions import machine_name, versions
+from torchcram.experiments.machine import machine_name, versions
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from torchcram.experiments.bench.cases import Case, Report
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.tasks import Dataset
 
 ROUNDS = 25
 SECONDS = 60.0  # of the rounds of a setting, about, where their number is not asked for
@@ -58,7 +57,7 @@ class Plan:
 def run_bench(
     cases: Iterable[Case],
     recipe: Recipe,
-    data: AnyData,
+    data: Dataset,
     *,
     plan: Plan,
     device: torch.device,
@@ -108,7 +107,7 @@ def run_bench(
         title=recipe.title,
         data=data.name,
         metric=recipe.metric,
-        unit="sequences" if isinstance(data, TextSet) else "images",
+        unit=recipe.build_task().unit,
         device=device.type,
         machine=machine_name(device),
         versions=_versions(),

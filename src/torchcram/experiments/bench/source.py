@@ -15,7 +15,7 @@ from torchcram.experiments.bench.record import DENSE
 from torchcram.experiments.io.dataclass_io import plain
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.recipe import Recipe
-from torchcram.experiments.training.build import build_initial_model, target_weights
+from torchcram.experiments.recipe.build import build_initial_model, target_weights
 from torchcram.experiments.training.run_folder import DataInfo
 from torchcram.experiments.training.trainer import Trained, load_trained
 from torchcram.pruners import parse_pruner
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchcram.artifact import Manifest
-    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.tasks import Dataset
 
 
 class Source(Protocol):
@@ -35,7 +35,7 @@ class Source(Protocol):
         """That the models were trained by."""
 
     def cases(
-        self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
+        self, data: Dataset, *, device: torch.device, accuracy: bool, report: Report
     ) -> Iterator[Case]:
         """Yields the models, the dense one first.
 
@@ -56,7 +56,7 @@ class RunSource:
     targets: tuple[str, ...]
 
     def cases(
-        self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
+        self, data: Dataset, *, device: torch.device, accuracy: bool, report: Report
     ) -> Iterator[Case]:
         """Yields the trained model, and compressed copies of it."""
         trained = load_trained(self.folder, device)
@@ -77,7 +77,7 @@ class FileSource:
 
     def cases(
         self,
-        data: AnyData,
+        data: Dataset,
         *,
         device: torch.device,  # noqa: ARG002  nothing is compressed or tested
         accuracy: bool,
@@ -98,7 +98,7 @@ class FileSource:
         name, size = text or self.path.name, self.path.stat().st_size
         yield Case(name, small, operator, weights, _fraction(metrics, "after"), size)
 
-    def _model(self, data: AnyData) -> nn.Module:
+    def _model(self, data: Dataset) -> nn.Module:
         classes = len(data.classes)
         return build_initial_model(self.recipe, classes=classes, seed=0, pretrained=False).eval()
 
@@ -131,7 +131,7 @@ def open_source(path: Path, targets: Sequence[str]) -> Source:
     return FileSource(path, Recipe.from_dict(recipe_in_file, str(path)), manifest)
 
 
-def _require_data(trained: Trained, data: AnyData) -> None:
+def _require_data(trained: Trained, data: Dataset) -> None:
     info = trained.info
     if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
         raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -81,6 +83,24 @@ def require_one_of(key: str, given: str, allowed: Iterable[str]) -> None:
     if given not in names:
         problem = f"is {shown(given)}{did_you_mean(given, names)}"
         raise BadValue(key, problem, ", ".join(names))
+
+
+def require_pattern(key: str, pattern: str | None) -> None:
+    """Raises `BadValue` unless `pattern` is a regular expression or None."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise BadValue(key, f"is {pattern!r}: {error}", "a regular expression, or null") from None
+
+
+def require_plain(key: str, args: Mapping[str, Any]) -> None:
+    """Raises `BadValue` unless arguments are what YAML and JSON write alike."""
+    try:
+        same = json.loads(json.dumps(args, allow_nan=False)) == args
+    except (TypeError, ValueError):
+        same = False
+    allowed = "texts, finite numbers, true, false, null, and lists and sections of them"
+    require(same, key, args, allowed)
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:

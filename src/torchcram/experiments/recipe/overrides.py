@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torchcram.experiments.io import yaml_text
-from torchcram.experiments.recipe import Recipe
-from torchcram.experiments.recipe.schema import StopConfig
+from torchcram.experiments.recipe.schema import Recipe, StopConfig
 from torchcram.pruners import parse_pruner
+
+Overrides = tuple[str, ...]
+"""Settings on top of a recipe, such as ("cram.rho=0.1", "train.epochs=3")."""
 
 DENSE = "dense"  # in place of an operator: no compression
 FINETUNE = "-finetune-"  # in the name of a recipe, followed by the target
 DISTILLED = f"{FINETUNE}distilled-"  # the same, where the dense model was the teacher
-TEXT_EPOCHS, TEXT_LR = 2, 5e-5  # with texts, as CrAM has it for BERT
-TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
+LONGEST = 100  # characters of a folder's name
+_SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # settings that are their own folder name
 
 
 def with_epochs(recipe: Recipe, epochs: int | None) -> Recipe:
@@ -58,17 +62,17 @@ def finetune_recipe(
         overrides: on top of it, such as "optimizer.lr=0.01".
     """
     at = read_at(at)
-    before, lr = recipe.train.epochs, recipe.optimizer.lr
-    train = replace(recipe.train, epochs=max(1, before // TENTH))
-    if recipe.text is not None:
-        train = replace(train, epochs=min(TEXT_EPOCHS, before), early_stopping=StopConfig())
+    defaults = recipe.build_task().finetuning(recipe.train.epochs, recipe.optimizer.lr)
+    train = replace(recipe.train, epochs=defaults.epochs)
+    if defaults.early_stopping:
+        train = replace(train, early_stopping=StopConfig())
     shorter = replace(
         recipe,
         name=f"{recipe.name}{FINETUNE}{as_name(at)}",
         title=f"{recipe.title}, fine-tuned at {at}",
         model=replace(recipe.model, pretrained=False),
         train=train,
-        optimizer=replace(recipe.optimizer, lr=lr / TENTH if recipe.text is None else TEXT_LR),
+        optimizer=replace(recipe.optimizer, lr=defaults.lr),
         schedule=replace(recipe.schedule, warmup_epochs=0),
         compress=recipe.compress if at == DENSE else replace(recipe.compress, watch=None),
         cram=None,
@@ -100,7 +104,7 @@ def transfer_recipe(
     at = read_at(at)
     moved = replace(
         to,
-        name=f"{to.task}/{recipe.architecture}/{to.method}-of-{recipe.method}-{as_name(at)}",
+        name=f"{to.task_name}/{recipe.architecture}/{to.method}-of-{recipe.method}-{as_name(at)}",
         title=f"{recipe.title} at {at}, transferred",
         model=replace(recipe.model, pretrained=False),
     )
@@ -124,3 +128,12 @@ def read_at(at: str) -> str:
 def as_name(text: str) -> str:
     """Returns a text as part of a file name: global:0.9 as global-0.9."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+
+
+def folder_name(overrides: Overrides) -> str:
+    """Returns the name of a folder for settings; different settings have different names."""
+    name = ",".join(overrides)
+    if all(map(_SIMPLE.fullmatch, overrides)) and len(name) <= LONGEST:
+        return name
+    digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
+    return f"{as_name(name)[:LONGEST]}-{digest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 
@@ -44,3 +45,10 @@ def _cpu_model() -> str | None:
         return None
     models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     return models[0] if models else None
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.evaluation.results import (
     Result,
     SeedResult,
@@ -24,10 +24,9 @@ from torchcram.experiments.training.run_folder import DataInfo
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.trainer import Trained
 
 RESULT = "result.json"
@@ -36,7 +35,7 @@ RESULT = "result.json"
 def outcome(
     folder: Path,
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     *,
     device: torch.device,
     file: str = RESULT,
@@ -56,7 +55,7 @@ def outcome(
         progress: told of every target that is measured.
         ranks: Processes that share the work; rank 0 writes the files.
     """
-    found = ranks.broadcast_from_rank0(lambda: _found(folder / file, trained))
+    found = ranks.broadcast_from_rank0(lambda: _read(folder / file, trained))
     if found is None:
         found = measure(trained, data, device=device, progress=progress, ranks=ranks)
         if ranks.is_first:
@@ -66,12 +65,11 @@ def outcome(
 
 def measure(
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     *,
     device: torch.device,
     trials: int = 1,
     save_to: Path | None = None,
-    use: Callable[[TargetResult, nn.Module], None] | None = None,
     progress: Callable[[TargetResult], None] | None = None,
     ranks: Ranks = SINGLE,
 ) -> Result:
@@ -83,43 +81,52 @@ def measure(
         device: of all that is computed.
         trials: how many calibration sets.
         save_to: Folder for the compressed models.
-        use: Function that is called with every target and its compressed model.
         progress: told of every target that is measured.
         ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
         ValueError: if the model was trained or tested on other data.
     """
-    info, recipe = trained.info, trained.recipe
-    if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
-        raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")
+    require_same_data(trained, data)
     targets = one_shot(
         trained.model,
-        recipe,
+        trained.recipe,
         data,
-        recipe.compress.to,
+        trained.recipe.compress.to,
         device=device,
-        seed=info.seed,
+        seed=trained.info.seed,
         trials=trials,
         save_to=save_to,
-        use=use,
         progress=progress,
         ranks=ranks,
     )
+    return as_result(trained, targets)
+
+
+def require_same_data(trained: Trained, data: Dataset) -> None:
+    """Raises ValueError, naming how they differ, unless a model was trained on this dataset."""
+    info = trained.info
+    if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
+        raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")
+
+
+def as_result(trained: Trained, targets: Sequence[TargetResult]) -> Result:
+    """Returns the scores of a trained model at targets as a result with one seed."""
+    info, finished = trained.info, trained.finished
     seed = SeedResult(
         seed=info.seed,
-        dense=trained.finished.accuracy,
-        seconds=trained.finished.seconds,
+        dense=finished.accuracy,
+        seconds=finished.seconds,
         targets=tuple(targets),
         machine=info.machine,
         versions=dict(info.versions),
-        processes=trained.finished.processes,
-        others=trained.finished.others,
+        processes=finished.processes,
+        others=finished.others,
     )
-    return merge_seed(None, recipe, seed)
+    return merge_seed(None, trained.recipe, seed)
 
 
-def _found(path: Path, trained: Trained) -> Result | None:
+def _read(path: Path, trained: Trained) -> Result | None:
     try:
         found = read_result(path)
         (seed,) = found.seeds
@@ -174,5 +181,5 @@ def _with_earlier(earlier: Result | None, seed: SeedResult) -> SeedResult:
 
 
 def _earlier(folder: Path, recipe: Recipe) -> Result | None:
-    path = folder / recipe.task / recipe.architecture / f"{recipe.method}.json"
+    path = folder / recipe.task_name / recipe.architecture / f"{recipe.method}.json"
     return read_result(path) if path.exists() else None

@@ -1,29 +1,17 @@
-"""What a recipe says, as objects: the model, the optimizer, the batches."""
+"""From a recipe to objects: the model, its optimizer, batches, and the weights to compress."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import SGD, AdamW
 
 from torchcram import CrAM, compressible_weights
-from torchcram.experiments.data.images import (
-    AnyData,
-    DataSet,
-    PictureSet,
-    ResidentBatches,
-    StreamBatches,
-    make_batches,
-)
-from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.datasets import TextSet
-from torchcram.experiments.models import build_model
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe.torch_names import make_optimizer
 from torchcram.experiments.seeds import global_seed
-from torchcram.experiments.training.parallel import cores
 from torchcram.optim.rules import RULES
 
 if TYPE_CHECKING:
@@ -31,34 +19,25 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchcram import Weights
-    from torchcram.experiments.recipe import OptimizerConfig, Recipe
-
-TEST_PIXELS = 1 << 21  # of a batch, about: small enough for any GPU, large enough to keep it busy
-TEST_BATCH = (64, 2048)  # images, at least and at most
+    from torchcram.experiments.recipe.schema import OptimizerConfig, Recipe
+    from torchcram.experiments.tasks import Batches
 
 
 def build_initial_model(
     recipe: Recipe, *, classes: int, seed: int, pretrained: bool | None = None
 ) -> nn.Module:
-    """Returns the model of a recipe with the weights of a seed; no global generator moves.
+    """Returns the model of a recipe; no global random generator is changed.
 
     Args:
-        recipe: whose section `model` counts.
-        classes: how many scores it gives.
-        seed: of what is random in the weights.
-        pretrained: instead of what the recipe says, where the weights are to be replaced anyway.
+        recipe: Recipe that names the model.
+        classes: Number of outputs.
+        seed: Seed of the initial weights.
+        pretrained: Whether to load pretrained weights, instead of what the recipe says.
     """
     if pretrained is None:
         pretrained = recipe.model.pretrained
     with global_seed(seed):
-        if recipe.text is None:
-            model = build_model(
-                recipe.model.name, classes=classes, pretrained=pretrained, args=recipe.model.args
-            )
-        else:
-            from torchcram.experiments.models.text import build_text_model
-
-            model = build_text_model(recipe.model.name, recipe.text.task, pretrained=pretrained)
+        model = recipe.build_task().build_model(classes=classes, pretrained=pretrained)
     if recipe.model.freeze is not None:
         _freeze_(model, recipe.model.freeze)
     return model
@@ -75,60 +54,26 @@ def _freeze_(model: nn.Module, pattern: str) -> None:
 
 def build_batches(
     recipe: Recipe,
-    data: AnyData,
+    data: Any,  # noqa: ANN401
     *,
     train: bool,
     device: torch.device,
     seed: int,
     ranks: Ranks = SINGLE,
-) -> ResidentBatches | StreamBatches | TextBatches:
-    """Returns the training batches of a recipe, or test batches of a size that suits the images.
-
-    Args:
-        recipe: whose sections `train` and `data` count.
-        data: that they are from.
-        train: which of them.
-        device: where they go.
-        seed: of order and augmentation.
-        ranks: Processes that share the work; rank 0 writes the files.
-    """
-    batch_size = recipe.train.batch_size
-    if isinstance(data, TextSet):
-        return TextBatches(
-            data.train if train else data.test,
-            batch_size=batch_size,
-            device=device,
-            seed=seed,
-            train=train,
-            shard=ranks.shard,
-        )
-    if not train:
-        _, height, width = image_shape(recipe, data)
-        batch_size = max(TEST_BATCH[0], min(TEST_PIXELS // (height * width), TEST_BATCH[1]))
-    return make_batches(
+) -> Batches:
+    """Returns the training batches of a recipe, or the test batches; see `Task.batches`."""
+    return recipe.build_task().batches(
         data,
         train=train,
-        batch_size=batch_size,
-        augment=recipe.data.augment,
+        batch_size=recipe.train.batch_size,
         device=device,
         seed=seed,
-        image_size=recipe.data.image_size,
-        workers=None if ranks.local_world_size == 1 else max(1, cores() // ranks.local_world_size),
-        shard=ranks.shard,
+        ranks=ranks,
     )
 
 
-def image_shape(recipe: Recipe, data: DataSet | PictureSet) -> tuple[int, int, int]:
-    """Returns the channels, height and width of the images that a model sees."""
-    if isinstance(data, DataSet):
-        height, width, channels = data.test.images.shape[1:]
-        return channels, height, width
-    size = recipe.data.image_size or 1
-    return 3, size, size
-
-
-def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Moves a model to a device, where convolutions on a GPU find channels last."""
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Moves a model to a device, with the weights of convolutions in channels_last on a GPU."""
     if device.type == "cuda":
         return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
     return model.to(device)

@@ -1,4 +1,4 @@
-"""The language tasks: what their files are called, what they are scored by, how they are told."""
+"""Formats of text datasets: their files, their classes and the metrics that they are scored by."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Sentences:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A task.
+class TextFormat:
+    """A dataset format, which is also a task.
 
     Attributes:
         metric: that counts, from 0 to 1; the more the better.
@@ -50,36 +50,36 @@ class Task:
 
 
 BINARY = ("0", "1")
-TASKS = {
-    SQUAD: Task(
+TEXT_FORMATS = {
+    SQUAD: TextFormat(
         "F1",
         ("exact match",),
         ("start", "end"),
         None,
         "SQuAD v1.1: answers to questions are spans of a paragraph (train*.json, dev*.json)",
     ),
-    "sst2": Task(
+    "sst2": TextFormat(
         "accuracy",
         (),
         ("negative", "positive"),
         Sentences("SST-2", ("sentence", "label"), BINARY),
         "SST-2 of GLUE: is a sentence of a film review positive (train.tsv, dev.tsv)",
     ),
-    "mrpc": Task(
+    "mrpc": TextFormat(
         "accuracy",
         ("F1",),
         ("different", "equivalent"),
         Sentences("MRPC", ("#1 String", "#2 String", "Quality"), BINARY),
         "MRPC of GLUE: do two sentences say the same (train.tsv, dev.tsv)",
     ),
-    "rte": Task(
+    "rte": TextFormat(
         "accuracy",
         (),
         ("entailment", "not_entailment"),
         Sentences("RTE", ("sentence1", "sentence2", "label"), ("entailment", "not_entailment")),
         "RTE of GLUE: does the second sentence follow from the first (train.tsv, dev.tsv)",
     ),
-    "cola": Task(
+    "cola": TextFormat(
         "Matthews correlation",
         ("accuracy",),
         ("unacceptable", "acceptable"),
