@@ -11,6 +11,7 @@ from nets import closure_for, same, snapshot
 from torch.optim import SGD
 
 from torchcram import CrAM, compressible_weights
+from torchcram.experiments.data.images import AUGMENTS
 from torchcram.experiments.io.yaml_text import dump, parse
 from torchcram.experiments.models import build_model
 from torchcram.experiments.recipe import (
@@ -26,7 +27,7 @@ from torchcram.experiments.recipe import (
     recipe_names,
 )
 from torchcram.experiments.recipe import loading as module
-from torchcram.experiments.recipe.schema import AUGMENTS, OPTIMIZERS, PRECISIONS, SCHEDULES
+from torchcram.experiments.recipe.schema import OPTIMIZERS, PRECISIONS, SCHEDULES
 from torchcram.optim.rules import RULES
 
 HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))

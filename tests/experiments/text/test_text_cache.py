@@ -27,9 +27,10 @@ def recipe(model, *overrides, task="squad"):
 
 def load(given, folder):
     said = []
-    return given.build_task().load(
-        folder, batch_size=given.train.batch_size, report=said.append
-    ), said
+    task = given.build_task()
+    data = task.load(folder, batch_size=given.train.batch_size, report=said.append)
+    assert said.pop().endswith(" % of the tokens in training batches is padding")
+    return data, said
 
 
 def test_tokens_are_made_once_and_read_from_then_on(tmp_path, model):

@@ -3,11 +3,11 @@ import math
 import pytest
 
 from torchcram.experiments.tasks.question_answering import (
-    binary_scores,
     exact_match,
     normalised,
     token_f1,
 )
+from torchcram.experiments.tasks.sentence_classification import binary_scores
 
 
 @pytest.mark.parametrize(
