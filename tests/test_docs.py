@@ -19,7 +19,12 @@ def test_the_readme_is_short_and_has_code():
     assert blocks(ROOT / "README.md")
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*lr_scheduler.step:UserWarning",
+    "ignore:.*LeafSpec",
+    "ignore:.*does not have many workers",
+    "ignore:.*pin_memory",
+)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page, capsys):
     names = {"__name__": "page"}
