@@ -45,7 +45,7 @@ def draw() -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
     curves = read_curves()
     styles = {"sgd": ("#d55e00", "s", "--"), "cram-plus-multi": ("#0072b2", "o", "-")}
     for axis, (panel, title) in zip(axes, PANELS.items(), strict=True):
@@ -54,17 +54,20 @@ def draw() -> None:
             axis.errorbar(x, y, deviation, color=color, marker=marker, linestyle=line, linewidth=2)
             for sparsity, accuracy in list(zip(x, y, strict=True))[-2:]:
                 offset, align = ((-8, -4), "right") if method == "sgd" else ((0, 8), "center")
+                if method != "sgd" and sparsity == x[-1]:
+                    offset, align = (7, -4), "left"
                 text = {"textcoords": "offset points", "ha": align, "color": color, "fontsize": 10}
                 axis.annotate(f"{accuracy:.0f}", (sparsity, accuracy), offset, **text)
             at, height = (60, 0.83) if method == "sgd" else (25, 1.05)
             axis.text(at, height * y[0], METHODS[method], ha="center", color=color, weight="bold")
         axis.set(title=title, ylim=(0, 1.15 * y[0]), xlabel="weights set to zero in one shot, %")
+        axis.set_xlim(-5, 104)
         axis.set_xticks([0, 50, 70, 80, 90, 95])
-        axis.tick_params(axis="x", labelsize=9)
+        axis.tick_params(axis="x", labelsize=8)
         axis.grid(color="#e4e4e4")
         axis.set_axisbelow(True)
     axes[0].set_ylabel("test accuracy, %")
-    figure.savefig(PICTURE, dpi=125, metadata={"Description": json.dumps(curves)})
+    figure.savefig(PICTURE, dpi=150, metadata={"Description": json.dumps(curves)})
 
 
 if __name__ == "__main__":
