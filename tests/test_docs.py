@@ -24,6 +24,7 @@ def test_the_readme_is_short_and_has_code():
     "ignore:.*LeafSpec",
     "ignore:.*does not have many workers",
     "ignore:.*pin_memory",
+    "ignore:torch.distributed is disabled",
 )
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page, capsys):
