@@ -39,3 +39,11 @@ def test_the_blocks_of_a_page_run(page, capsys):
 def test_links_to_files_are_good(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_steps_of_the_algorithm_are_lines_of_the_code():
+    code = (ROOT / "src" / "torchcram" / "optim" / "cram.py").read_text()
+    comments = re.findall(r"`(# [^`]+)`", (ROOT / "docs" / "concepts.md").read_text())
+    assert len(comments) == 6
+    for comment in comments:
+        assert f"  {comment}\n" in code, comment
