@@ -3,7 +3,7 @@
 An entry of `Args:`, `Attributes:`, `Raises:`, `Returns:` or `Yields:` begins with a noun and a
 capital letter and ends with a full stop: "Seed of the run.", never "of the run".
 
-    python tests/prose.py [PATH...]     names the offences in files or folders, src by default
+    python tests/prose.py [PATH...]     prints the offences in files or folders, src by default
 """
 
 from __future__ import annotations
@@ -124,4 +124,5 @@ def _indent(line: str) -> int:
 
 if __name__ == "__main__":
     listed = offences_under([Path(name) for name in sys.argv[1:]] or [SOURCE])
-    sys.exit("\n".join(listed) or 0)
+    sys.stdout.writelines(f"{line}\n" for line in listed)
+    sys.exit(1 if listed else 0)
