@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant("optim/cram.py", "elif not self._guard.check(hidden + left):", "elif False:", REFUSED),
     Mutant("optim/cram.py", "before.replay()", "pass", STEP),
     Mutant(
-        "optim/backup.py",
+        "optim/step_state.py",
         "            self._calls[-1]()\n            self._calls.pop()",
         "            self._calls.pop()()",
         INTERRUPTS,

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchcram import C_SAM, CRAM_PLUS, CrAM
-from torchcram.optim.backup import Backup, UndoStack
+from torchcram.optim.step_state import Backup, UndoStack
 
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 

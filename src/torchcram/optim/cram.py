@@ -19,7 +19,6 @@ from torchcram.compress import compress
 from torchcram.layers import LayerWeights, Masks, Weights, local_weights
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
-from torchcram.optim.backup import Backup, StepState, UndoStack
 from torchcram.optim.checks import (
     PLAIN_STEP,
     check_arguments,
@@ -31,11 +30,11 @@ from torchcram.optim.checks import (
 )
 from torchcram.optim.finite import NonFiniteGuard, all_finite, carry_overflow, raise_not_finite
 from torchcram.optim.gradients import Gradients
-from torchcram.optim.randomness import Randomness
 from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.sampler import OperatorSampler
 from torchcram.optim.shard_context import ShardContext
+from torchcram.optim.step_state import Backup, Randomness, StepState, UndoStack
 from torchcram.optim.wrapper import Wrapper
 from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
 from torchcram.weights import mask_gradients_, weights_in

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torchcram.integrations.adapters import refuse_unused_parameters
 from torchcram.integrations.lightning.isolation import Apart, LetsGo, ignore, shallow
 from torchcram.optim import CrAM
-from torchcram.optim.randomness import Randomness
 from torchcram.optim.rank_consistency import require_alike_everywhere
+from torchcram.optim.step_state import Randomness
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

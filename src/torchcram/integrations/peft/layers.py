@@ -25,7 +25,7 @@ from torchcram.weights import compressible_weights, zero_unmasked_
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from torchcram.optim.backup import UndoStack
+    from torchcram.optim.step_state import UndoStack
     from torchcram.weights import LayerWeights, Weights
 
 

@@ -1,4 +1,4 @@
-"""Copies of the weights while they are perturbed, and what puts everything back afterwards."""
+"""State of one step: the backup of w, what puts it back, and random numbers to replay."""
 
 from __future__ import annotations
 
@@ -99,3 +99,17 @@ class Backup:
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.get_device(), tensor.shape
+
+
+class Randomness:
+    """The states of the random generators of the CPU and of some devices."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {d: torch.cuda.get_rng_state(d) for d in set(devices) if d.type == "cuda"}
+
+    def replay(self) -> None:
+        """Puts the generators back to where they were."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
