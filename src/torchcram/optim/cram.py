@@ -28,8 +28,13 @@ from torchcram.optim.checks import (
     check_rule,
     check_still_scaled,
 )
-from torchcram.optim.finite import NonFiniteGuard, all_finite, carry_overflow, raise_not_finite
-from torchcram.optim.gradients import Gradients
+from torchcram.optim.gradients import (
+    Gradients,
+    NonFiniteGuard,
+    all_finite,
+    carry_overflow,
+    raise_not_finite,
+)
 from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.sampler import OperatorSampler
