@@ -38,9 +38,9 @@ from torchcram.optim.gradients import (
 from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.sampler import OperatorSampler
-from torchcram.optim.shard_context import ShardContext
 from torchcram.optim.step_state import Backup, Randomness, StepState, UndoStack
 from torchcram.optim.wrapper import Wrapper
+from torchcram.sharding import ShardContext
 from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
 from torchcram.weights import mask_gradients_, weights_in
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from torchcram.messages import list_names
+from torchcram.sharding import norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from torchcram.optim.shard_context import ShardContext
+    from torchcram.sharding import ShardContext
 
 Gradients = list[tuple["Tensor", "Tensor"]]
 
@@ -89,19 +90,6 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
         theirs.append(other)
     for device, (ours, theirs) in by_device.items():
         torch._foreach_add_(ours, torch._foreach_mul(theirs, scale.to(device)))
-
-
-def norm(tensors: list[Tensor], order: float) -> Tensor:
-    """Returns the norm of all `tensors` together, on the device of the first."""
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    if not tensors:
-        return torch.zeros(())
-    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
-    each = list(torch._foreach_norm(tensors, order, dtype=torch.float32 if half else None))
-    if len({one.device for one in each}) > 1:
-        each = [one.to(each[0].device) for one in each]
-    together: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
-    return together
 
 
 def one_over(length: Tensor) -> Tensor:

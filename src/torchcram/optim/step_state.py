@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torchcram.optim.gradients import Gradients
     from torchcram.optim.rules import Pass
-    from torchcram.optim.shard_context import ShardContext
+    from torchcram.sharding import ShardContext
 
 
 @dataclass
