@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torchcram.operators import Operator, Sparsifier
-from torchcram.operators.parse import closest, parse_joined, parse_part, split_pruner
-from torchcram.operators.registry import Registry
+from torchcram.operators.parse import Registry, closest, parse_joined, parse_part, split_pruner
 from torchcram.pruners.base import Pruner
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.sparsegpt import SparseGPT
