@@ -15,7 +15,7 @@ from torchcram.layouts import is_conv1d
 from torchcram.messages import list_names, warn_caller
 
 if TYPE_CHECKING:
-    from torchcram.pruners.calibration import Calibration
+    from torchcram.pruners.base import Calibration
     from torchcram.weights import LayerWeights, Weights
 
 

@@ -24,7 +24,7 @@ from torchcram.selection import count_kept, keep_largest, keep_largest_in_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchcram.pruners.calibration import Calibration
+    from torchcram.pruners.base import Calibration
     from torchcram.weights import Masks, Weights
 
 

@@ -17,7 +17,7 @@ from torchcram.pruners.base import Pruner
 from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
-    from torchcram.pruners.calibration import Calibration
+    from torchcram.pruners.base import Calibration
     from torchcram.weights import Masks, Weights
 
 
