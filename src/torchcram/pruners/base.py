@@ -23,9 +23,7 @@ from torchcram.sharding import is_sharded
 from torchcram.weights import Weights, apply_masks_
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from torchcram.weights import Masks, Weights
+    from torchcram.weights import Masks
 
 
 @dataclass(frozen=True)
