@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchcram.coverage import treat_alike
 from torchcram.operators import Operator, as_operator
 from torchcram.sharding import fsdp_modules
 from torchcram.trained import copy_marks, warn_of_untrained
-from torchcram.weights import weights_in
+from torchcram.weights import treat_alike, weights_in
 
 if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights

@@ -1,18 +1,25 @@
-"""What is compressible, and what a mask does to it."""
+"""Which parameters of a model can be compressed, and what a mask does to them.
+
+Layers of Transformers are recognised without importing it.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from torchcram.coverage import CoverageWarning, warn_uncovered
 from torchcram.layers import (
+    PLAIN,
     LayerWeights,
+    Layout,
     Masks,
     Weights,
     like,
@@ -20,8 +27,7 @@ from torchcram.layers import (
     reduction_last,
     some_of,
 )
-from torchcram.layouts import KINDS, find_layer_weights
-from torchcram.messages import list_names
+from torchcram.messages import list_names, warn_caller
 from torchcram.sharding import fsdp_modules, local, part_of, reshard
 
 if TYPE_CHECKING:
@@ -44,21 +50,17 @@ __all__ = [
     "zero_unmasked_",
 ]
 
+KINDS = "convolution, Linear, Conv1D, attention, recurrent or expert layer"
+MOST_UNCOVERED = 0.1
+"""Share of the parameters above which those that cannot be compressed are named."""
 
-def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
-    """Returns `weights` with the layers behind them; None stands for all compressible ones.
-
-    Raises:
-        ValueError: if one of them is not the parameter of `model` with that name.
-    """
-    if weights is None:
-        return compressible_weights(model)
-    known = layer_weights(model)
-    parameters = dict(model.named_parameters())
-    for name, weight in weights.items():
-        if parameters.get(name) is not weight:
-            raise ValueError(f"weights[{name!r}] is not a parameter of this {type(model).__name__}")
-    return like(known, weights)
+_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_EXPERTS = re.compile(r"(?:^|\.)experts(?:\.[a-zA-Z_]\w*)*$")  # experts.0 has layers of its own
+_DENSE_MODULES = re.compile(r"(?:Embeddings?|Norm(?:\dd)?)$")  # by the names of their classes
+_DENSE_PARAMETERS = re.compile(
+    r"(?:embed|(?:[._]|^)(?:pos|position|tokens?|bias|table)(?:_|$))[^.]*$"
+)
+_warned: WeakSet[nn.Module] = WeakSet()
 
 
 def compressible_weights(
@@ -112,6 +114,22 @@ def compressible_weights(
     return some_of(weights, chosen)
 
 
+def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
+    """Returns `weights` with the layers behind them; None stands for all compressible ones.
+
+    Raises:
+        ValueError: if one of them is not the parameter of `model` with that name.
+    """
+    if weights is None:
+        return compressible_weights(model)
+    known = layer_weights(model)
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if parameters.get(name) is not weight:
+            raise ValueError(f"weights[{name!r}] is not a parameter of this {type(model).__name__}")
+    return like(known, weights)
+
+
 def layer_weights(model: nn.Module) -> LayerWeights:
     """Returns all compressible weights of `model`, without a warning; there may be none."""
     reshard(fsdp_modules(model))  # gathered copies are no parameters
@@ -127,6 +145,141 @@ def _pattern(option: str, pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{option}={pattern!r} is not a regular expression: {error}") from error
+
+
+def find_layer_weights(model: nn.Module) -> LayerWeights:
+    """Returns the weights of all layers but embeddings, by parameter name; a tied one once."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    layouts: dict[int, Layout] = {}
+    embeddings: set[int] = set()
+    for path, module in model.named_modules():  # once: peft makes parameters anew every time
+        for name, parameter in own_parameters(path, module):
+            named.setdefault(id(parameter), (name, parameter))
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                embeddings.add(id(parameter))
+        for name, layout in _own_layouts(path, module):
+            layouts.setdefault(id(module._parameters.get(name)), layout)
+    chosen = [key for key in named if key in layouts and key not in embeddings]
+    return LayerWeights(
+        dict(named[key] for key in chosen),
+        {named[key][0]: layouts[key] for key in chosen if layouts[key] != PLAIN},
+    )
+
+
+def own_parameters(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters of a module itself, by their names in the model that it is part of."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield f"{path}.{name}" if path else name, parameter
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Returns whether a module is a Conv1D of Transformers: Linear with an (inputs, outputs)."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and isinstance(module, library.Conv1D)
+
+
+def _own_layouts(path: str, module: nn.Module) -> Iterator[tuple[str, Layout]]:
+    if isinstance(module, _ConvTransposeNd):
+        yield "weight", Layout(transposed=True, groups=module.groups)
+    elif isinstance(module, (_ConvNd, nn.Linear)):
+        yield "weight", PLAIN
+    elif is_conv1d(module):
+        yield "weight", Layout(transposed=True)
+    elif isinstance(module, nn.MultiheadAttention):
+        yield "in_proj_weight", Layout(layers=3)
+        yield from ((name, PLAIN) for name in _PROJECTIONS)
+    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        yield from ((name, PLAIN) for name in module._parameters if name.startswith("weight_"))
+    elif _EXPERTS.search(path) or "Experts" in type(module).__name__:
+        yield from _expert_layouts(module)
+
+
+def _expert_layouts(experts: nn.Module) -> Iterator[tuple[str, Layout]]:
+    for name, weight in experts._parameters.items():
+        if weight is not None and _is_expert_weight(name, weight):
+            transposed = _inputs_first(experts)
+            yield name, Layout(transposed=transposed, layers=len(weight), stacked=True)
+
+
+def _is_expert_weight(name: str, weight: Tensor) -> bool:
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return False
+    matrices = weight.dim() == 3 and weight.is_floating_point() and weight.element_size() > 1
+    return matrices and "bias" not in name and "scale" not in name
+
+
+def _inputs_first(experts: nn.Module) -> bool:
+    """Returns whether experts are stored as (inputs, outputs), for `x @ w`, as in Llama 4.
+
+    Transformers says so by an attribute, but not everywhere. Otherwise the shapes tell: an expert
+    goes from the hidden size to twice the inner size, and from the inner size back.
+    """
+    declared = getattr(experts, "is_transposed", None)
+    if isinstance(declared, bool):
+        return declared
+    up, down = (experts._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    return up is not None and down is not None and up.shape[1] == down.shape[2]
+
+
+class CoverageWarning(UserWarning):
+    """A large part of a model is in no layer that can be compressed."""
+
+
+def warn_uncovered(model: nn.Module, covered: Weights) -> None:
+    """Names the parameters of `model` that stay dense, where they are many; once per model.
+
+    Embeddings, tokens, position tables, norms and biases are meant to stay dense and do not count.
+
+    Args:
+        model: Any module.
+        covered: Parameters that can be compressed, by name.
+    """
+    if model in _warned:
+        return
+    left = uncovered(model, covered)
+    count = sum(parameter.numel() for parameter in left.values())
+    share = count / max(count + sum(parameter.numel() for parameter in covered.values()), 1)
+    if share > MOST_UNCOVERED:
+        _warned.add(model)
+        warn_caller(
+            f"{share:.0%} of the parameters of this {type(model).__name__}, embeddings, norms and "
+            f"biases aside, are in no layer that is compressed: {list_names(left)}. To compress "
+            "some of them, give weights={**compressible_weights(model), name: parameter}; to leave "
+            "them dense without this warning, choose by only= or skip=",
+            CoverageWarning,
+        )
+
+
+def treat_alike(model: nn.Module, copy: nn.Module) -> None:
+    """Says nothing of a copy where the model was warned about."""
+    if model in _warned:
+        _warned.add(copy)
+
+
+def uncovered(model: nn.Module, covered: Weights) -> dict[str, Tensor]:
+    """Returns the parameters that could be weights but are not in `covered`, by name."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    dense: set[int] = set()
+    for path, module in model.named_modules():
+        is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        stays_dense = is_table or _DENSE_MODULES.search(type(module).__name__)
+        for name, parameter in own_parameters(path, module):
+            named.setdefault(id(parameter), (name, parameter))
+            if stays_dense:
+                dense.add(id(parameter))
+    return {
+        name: parameter
+        for key, (name, parameter) in named.items()
+        if key not in dense and name not in covered and _may_be_weight(name, parameter)
+    }
+
+
+def _may_be_weight(name: str, parameter: Tensor) -> bool:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        return False
+    matrix = sum(size > 1 for size in parameter.shape) > 1
+    return matrix and not _DENSE_PARAMETERS.search(name)
 
 
 def sparsity(weights: Weights) -> float:

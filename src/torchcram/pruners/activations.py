@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
 from torchcram.layers import layout_of, reduction_last, some_of
-from torchcram.layouts import is_conv1d
 from torchcram.messages import list_names, warn_caller
+from torchcram.weights import is_conv1d
 
 if TYPE_CHECKING:
     from torchcram.pruners.base import Calibration

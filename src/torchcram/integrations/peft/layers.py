@@ -18,9 +18,8 @@ from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 
 from torchcram.layers import some_of
-from torchcram.layouts import is_conv1d
 from torchcram.messages import list_names
-from torchcram.weights import compressible_weights, zero_unmasked_
+from torchcram.weights import compressible_weights, is_conv1d, zero_unmasked_
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
