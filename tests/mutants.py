@@ -156,11 +156,11 @@ MUTANTS = [
         BAD_FILES,
     ),
     Mutant("artifact/reader.py", "            require_parts(parts, spec)\n", "", BAD_FILES),
-    Mutant("artifact/encoding.py", "as_integers(flat) != 0", "flat != 0", FILES),
-    Mutant("artifact/encoding.py", "codes = spec.from_rows(codes).view(-1)", "pass", FILES),
+    Mutant("artifact/codec.py", "as_integers(flat) != 0", "flat != 0", FILES),
+    Mutant("artifact/codec.py", "codes = spec.from_rows(codes).view(-1)", "pass", FILES),
     Mutant("artifact/integers.py", "[*range(sign), -0.0,", "[*range(sign), 0.0,", FILES),
-    Mutant("artifact/manifest.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
-    Mutant("artifact/decode.py", "_has_other_bytes(values):", "False:", BAD_FILES),
+    Mutant("artifact/format.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
+    Mutant("artifact/codec.py", "_has_other_bytes(values):", "False:", BAD_FILES),
 ]
 
 

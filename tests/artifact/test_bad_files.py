@@ -16,7 +16,7 @@ from torch import nn
 
 from torchcram import artifact, compress_, parse_operator
 from torchcram.artifact import encoder_search
-from torchcram.artifact.decode import decode
+from torchcram.artifact.codec import decode
 
 
 def every_kind_of_part():

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchcram.artifact.decode import decode
-from torchcram.artifact.encoding import MASK, Encoding, TensorSpec, by_rows, encode
+from torchcram.artifact.codec import decode, encode
+from torchcram.artifact.format import MASK, Encoding, TensorSpec, by_rows
 from torchcram.artifact.integers import Quantized, as_integers, find_integers, same_bits
 from torchcram.artifact.sparse_layout import most_kept
 from torchcram.layers import PLAIN, Layout

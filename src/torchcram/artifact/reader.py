@@ -1,9 +1,7 @@
-"""Reading compact files: every tensor is checked before it is handed out."""
+"""Reads compact files; every tensor is checked before it is handed out."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,9 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchcram.artifact.decode import decode, require_decodable, require_parts
-from torchcram.artifact.manifest import Entry, Manifest, digest
-from torchcram.kernels.cpu.checksum import checksum
+from torchcram.artifact.codec import decode, require_decodable, require_parts
+from torchcram.artifact.format import CHECKSUM, MANIFEST, Entry, Manifest, crc32, digest, sha256
 from torchcram.trained import mark_trained
 
 if TYPE_CHECKING:
@@ -26,9 +23,6 @@ if TYPE_CHECKING:
     Model = TypeVar("Model", bound=nn.Module)
 
 Result = TypeVar("Result")
-MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"
-"""Where the header of a file has the manifest and its checksum."""
-
 _UNREADABLE = (SafetensorError, AttributeError, RuntimeError, TypeError, ValueError)
 """Errors of safetensors for types that it, or torch, does not know."""
 
@@ -120,24 +114,6 @@ class Reader:
     def _bad(self, problem: str, name: str | None = None) -> ValueError:
         tensor = "" if name is None else f"tensor {name!r}: "
         return ValueError(f"{self.path}: {tensor}{problem}")
-
-
-def crc32(parts: Mapping[str, Tensor]) -> int:
-    """Returns the CRC-32 of the bytes of all parts, in the order of their names."""
-    return functools.reduce(lambda seen, some: checksum(some, seen), _bytes_of(parts), 0)
-
-
-def sha256(parts: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of the same bytes."""
-    seen = hashlib.sha256()
-    for some in _bytes_of(parts):
-        seen.update(some.numpy().data)
-    return seen.hexdigest()
-
-
-def _bytes_of(parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    for name in sorted(parts):
-        yield parts[name].contiguous().view(-1).view(torch.uint8)
 
 
 def read_manifest(path: str | PathLike[str]) -> Manifest:

@@ -11,8 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
-from torchcram.artifact.integers import as_integers
+from torchcram.artifact.integers import (
+    CHUNK,
+    as_integers,
+    look_up,
+    pack,
+    packed_size,
+    unpack,
+    unpack_some,
+)
 from torchcram.kernels.cpu.expand import count_ones, expand_
 
 Array = npt.NDArray[np.bool_]

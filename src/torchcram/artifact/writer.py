@@ -1,4 +1,4 @@
-"""Compact files, written."""
+"""Writes compressed models to compact files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchcram.artifact.embeddings import find_tables, round_tables
 from torchcram.artifact.encoder_search import Hints, store
-from torchcram.artifact.encoding import DTYPES, Encoding, TensorSpec
-from torchcram.artifact.manifest import MOST_DIMENSIONS, Entry, Manifest
-from torchcram.artifact.manifest import digest as digest_of
-from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
+from torchcram.artifact.format import (
+    CHECKSUM,
+    DTYPES,
+    MANIFEST,
+    MOST_DIMENSIONS,
+    Encoding,
+    Entry,
+    Manifest,
+    TensorSpec,
+    crc32,
+    digest,
+    sha256,
+)
 from torchcram.files import let_read, written_aside
 from torchcram.layers import layout_of
-from torchcram.operators import Operator, Quantize
+from torchcram.operators import Operator, Quantize, as_operator
 from torchcram.operators.parse import parse_without_pruners
 from torchcram.sharding import is_sharded
 from torchcram.trained import trained_weights
@@ -197,5 +205,52 @@ def _write(path: Path, parts: dict[str, Tensor], manifest: Manifest) -> None:
 
     text = manifest.to_json()
     with written_aside(path) as aside:
-        save_file(parts, aside, {MANIFEST: text, CHECKSUM: digest_of(text)})
+        save_file(parts, aside, {MANIFEST: text, CHECKSUM: digest(text)})
         let_read(aside)
+
+
+def find_tables(
+    model: nn.Module | Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the tables of embeddings out of `tensors`; a state dict does not tell which they are.
+
+    Args:
+        model: or its state dict.
+        tensors: its state dict, tied tensors once.
+    """
+    if not isinstance(model, nn.Module):
+        return {}
+    tables = {
+        module.weight.data_ptr()  # whatever it is called: a table may be that of another layer, too
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.data_ptr() in tables and tensor.dim() == 2
+    }
+
+
+@torch.no_grad()
+def round_tables(tables: Mapping[str, Tensor], to: Quantize | str) -> dict[str, Tensor]:
+    """Returns rounded copies of tables.
+
+    Args:
+        tables: of embeddings.
+        to: a quantizer, as "int8"; every row has a scale of its own, or several with groups.
+
+    Raises:
+        ValueError: if it is another operator, or there are no tables.
+    """
+    operator = as_operator(to)
+    if not isinstance(operator, Quantize):
+        raise ValueError(f"embeddings {str(to)!r}: allowed are int2 to int8, as int8 or int4:g64")
+    if not tables:
+        raise ValueError(
+            f"embeddings {str(to)!r}: there are none in the model, and of a state dict nobody can "
+            "tell which tensors are embeddings"
+        )
+    copies = {name: table.detach().clone() for name, table in tables.items()}
+    operator.compress_(copies)
+    return copies

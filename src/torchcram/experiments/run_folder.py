@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import artifact
-from torchcram.artifact.reader import MANIFEST
+from torchcram.artifact.format import MANIFEST
 from torchcram.experiments import json_text, yaml_text
 from torchcram.experiments.differences import explain_differences
 from torchcram.experiments.files import remove_leftovers, write_atomically

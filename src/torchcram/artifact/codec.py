@@ -1,4 +1,4 @@
-"""The stored parts of a tensor back to it."""
+"""Encodes tensors into the parts that a file stores, and decodes them again."""
 
 from __future__ import annotations
 
@@ -7,20 +7,61 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchcram.artifact.bits import CHUNK, packed_size
-from torchcram.artifact.encoding import MASK, TensorSpec
-from torchcram.artifact.integers import read_integers
+from torchcram.artifact.format import MASK, TensorSpec
+from torchcram.artifact.integers import (
+    CHUNK,
+    Quantized,
+    as_integers,
+    pack,
+    packed_size,
+    read_integers,
+)
 from torchcram.artifact.sparse_layout import (
     Values,
     count_kept,
+    fill_up,
     index_width,
     mask_of_indices,
     place_by_indices_,
     place_by_mask_,
     require_end,
     require_indices,
+    write_indices,
+    write_mask,
 )
 from torchcram.kernels.cpu.expand import decode_
+
+
+def encode(
+    tensor: Tensor, spec: TensorSpec, quantized: Quantized | None = None
+) -> dict[str, Tensor]:
+    """Returns the parts that `decode` makes the tensor from.
+
+    Args:
+        tensor: Tensor to store, contiguous and on the CPU.
+        spec: Specification of the tensor, with the encoding it is stored in.
+        quantized: Integers and scales, for an encoding with bits.
+    """
+    encoding = spec.encoding
+    flat = (spec.to_rows(tensor) if encoding.by_rows else tensor).reshape(-1)
+    stored: dict[str, Tensor] = {}
+    kept = None
+    if encoding.places is not None:
+        kept = as_integers(flat) != 0  # -0.0 is no zero
+        if encoding.places == MASK:
+            stored["mask"] = write_mask(kept)
+        else:
+            kept = fill_up(kept, *encoding.pattern)
+            stored["indices"] = write_indices(kept, encoding.pattern[1])
+    if encoding.bits is None or quantized is None:
+        values = tensor if kept is None else flat[kept]
+        return {**stored, "values": values.to(encoding.values or tensor.dtype)}
+    codes = quantized.codes
+    if not encoding.by_rows:
+        codes = spec.from_rows(codes).view(-1)
+    codes = codes if kept is None else codes[kept]
+    codes = codes.view(torch.uint8).bitwise_and((1 << encoding.bits) - 1)
+    return {**stored, "integers": pack(codes, encoding.bits), "scales": quantized.scales}
 
 
 def decode(parts: Mapping[str, Tensor], spec: TensorSpec, out: Tensor | None = None) -> Tensor:
