@@ -1,20 +1,28 @@
-"""LoRA adapters of peft in a model of any framework; peft is imported only where it is already."""
+"""Models that are compressed for a while, and the LoRA adapters of peft that are merged for it.
+
+peft itself is used only if the program has imported it already.
+"""
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchcram.compress import compress_
 from torchcram.messages import list_names
+from torchcram.sharding import fsdp_modules, reshard
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
 
+    from torchcram.operators import Operator
     from torchcram.weights import Weights
 
 ALL_USED = (
@@ -74,3 +82,26 @@ def is_lora_cram(optimizer: object) -> bool:
     """Returns whether `optimizer` is a LoraCrAM."""
     module = sys.modules.get("torchcram.integrations.peft.optimizer")
     return module is not None and isinstance(optimizer, module.LoraCrAM)
+
+
+@contextmanager
+def compressed_to(target: Operator, model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Compresses `model` for a `with` block, adapters merged; then all is as before."""
+    weights = deployed_weights(model, weights)
+    with _unchanged(model, weights), merged_in_place(model, weights):
+        compress_(model, target, weights=weights)
+        yield
+
+
+@contextmanager
+def _unchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Puts `weights` and all buffers of `model` back after the block."""
+    before = [(t, t.detach().clone()) for t in (*weights.values(), *model.buffers())]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        torch.clear_autocast_cache()  # which may hold copies of the compressed weights,
+        reshard(fsdp_modules(model))  # as FSDP may
