@@ -58,8 +58,8 @@ CHAINS = ("tests/operators/test_chain.py",)
 MUTANTS = [
     Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
-    Mutant("optim/cram.py", "if one.plus:", "if not one.plus:", ORACLE),
-    Mutant("optim/cram.py", "one.mask and self.sparse_gradients", "one.mask", ORACLE),
+    Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
+    Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),
     Mutant("optim/cram.py", "self._undo.push(self._backup.restore)", "pass", STEP),
     Mutant("optim/cram.py", "statistics.freeze()", "pass", STEP),
     Mutant("optim/cram.py", "self._abandon(g)", "pass", INTERRUPTS),
@@ -70,16 +70,21 @@ MUTANTS = [
         INTERRUPTS,
     ),
     Mutant(
-        "optim/cram.py", "if self._now.ready or self.allow_plain_steps:", "if True:", INTERRUPTS
+        "optim/cram.py",
+        "if self._step_state.ready or self.allow_plain_steps:",
+        "if True:",
+        INTERRUPTS,
     ),
     Mutant(
         "optim/cram.py",
-        "        self._now.ready = False\n        super()",
+        "        self._step_state.ready = False\n        super()",
         "        super()",
         INTERRUPTS,
     ),
-    Mutant("optim/cram.py", "elif not self._guard.check(hidden + left):", "elif False:", REFUSED),
-    Mutant("optim/cram.py", "before.replay()", "pass", STEP),
+    Mutant(
+        "optim/cram.py", "elif not self._guard.check(hidden + combined):", "elif False:", REFUSED
+    ),
+    Mutant("optim/cram.py", "rng_state.restore()", "pass", STEP),
     Mutant(
         "optim/step_state.py",
         "            self._calls[-1]()\n            self._calls.pop()",
@@ -102,7 +107,7 @@ MUTANTS = [
         "1 / length",
         STEP + REFUSED,
     ),
-    Mutant("optim/wrapper.py", "        continue_from_state()\n", "", STATE),
+    Mutant("optim/wrapper.py", "        load_extra_state()\n", "", STATE),
     Mutant("optim/checks.py", "id(parameter) not in known", "False", REFUSED),
     Mutant(
         "finetune.py",

@@ -51,8 +51,10 @@ __all__ = [
 ]
 
 KINDS = "convolution, Linear, Conv1D, attention, recurrent or expert layer"
+"""Layers with compressible weights, for error messages."""
+
 MOST_UNCOVERED = 0.1
-"""Share of the parameters above which those that cannot be compressed are named."""
+"""Share of parameters that cannot be compressed above which a warning names them."""
 
 _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.[a-zA-Z_]\w*)*$")  # experts.0 has layers of its own
@@ -76,19 +78,20 @@ def compressible_weights(
     projections of nn.MultiheadAttention, the input and recurrent weights of nn.LSTM, GRU, RNN and
     their cells, and the fused weights of experts (three dimensions, in a module called `experts`).
     Embeddings, norms, biases and other bare parameters are never compressible; neither is a Linear
-    weight that is tied to an embedding. Parameters that could be weights of layers not known here
-    are named in a `CoverageWarning`, once for each model, where they are more than a tenth of all.
+    weight that is tied to an embedding. A `CoverageWarning`, once per model, names the parameters
+    that could be weights of unknown layers if they are more than a tenth of all.
 
-    A model that FSDP shards drops what it has gathered first, so call this between passes.
+    A model that is sharded by FSDP drops its gathered parameters first, so call this between
+    passes.
 
     Args:
         model: Any module.
-        only: Regular expression; names in which it is not found are left out.
-        skip: Regular expression; names in which it is found are left out.
+        only: Regular expression; weights whose name it does not match anywhere are left out.
+        skip: Regular expression; weights whose name it matches anywhere are left out.
         dense_ends: Whether to leave out the first and the last compressible layer of the model.
 
     Raises:
-        ValueError: if a pattern matches no name, or nothing is left.
+        ValueError: If a pattern matches no name, or no weight is left.
     """
     weights = layer_weights(model)
     if not weights:
@@ -115,10 +118,10 @@ def compressible_weights(
 
 
 def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
-    """Returns `weights` with the layers behind them; None stands for all compressible ones.
+    """Returns `weights` with their layouts; None stands for all compressible weights.
 
     Raises:
-        ValueError: if one of them is not the parameter of `model` with that name.
+        ValueError: If a weight is not the parameter of `model` with its name.
     """
     if weights is None:
         return compressible_weights(model)
@@ -132,7 +135,7 @@ def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
 
 def layer_weights(model: nn.Module) -> LayerWeights:
     """Returns all compressible weights of `model`, without a warning; there may be none."""
-    reshard(fsdp_modules(model))  # gathered copies are no parameters
+    reshard(fsdp_modules(model))  # gathered copies are not parameters
     weights = find_layer_weights(model)
     for name, weight in weights.items():
         if isinstance(weight, nn.parameter.UninitializedParameter):
@@ -148,11 +151,14 @@ def _pattern(option: str, pattern: str) -> re.Pattern[str]:
 
 
 def find_layer_weights(model: nn.Module) -> LayerWeights:
-    """Returns the weights of all layers but embeddings, by parameter name; a tied one once."""
+    """Returns the weights of all layers except embeddings, by name; a tied weight once."""
     named: dict[int, tuple[str, Tensor]] = {}
     layouts: dict[int, Layout] = {}
     embeddings: set[int] = set()
-    for path, module in model.named_modules():  # once: peft makes parameters anew every time
+    for (
+        path,
+        module,
+    ) in model.named_modules():  # in one pass: peft creates new parameters at every access
         for name, parameter in own_parameters(path, module):
             named.setdefault(id(parameter), (name, parameter))
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -167,19 +173,20 @@ def find_layer_weights(model: nn.Module) -> LayerWeights:
 
 
 def own_parameters(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters of a module itself, by their names in the model that it is part of."""
+    """Yields the parameters of a module itself, by their names in the model it is part of."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield f"{path}.{name}" if path else name, parameter
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Returns whether a module is a Conv1D of Transformers: Linear with an (inputs, outputs)."""
+    """Returns whether a module is a Conv1D of Transformers: Linear with (inputs, outputs)."""
     library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and isinstance(module, library.Conv1D)
 
 
 def _own_layouts(path: str, module: nn.Module) -> Iterator[tuple[str, Layout]]:
+    """Yields the compressible weights of a module itself, by their names in the module."""
     if isinstance(module, _ConvTransposeNd):
         yield "weight", Layout(transposed=True, groups=module.groups)
     elif isinstance(module, (_ConvNd, nn.Linear)):
@@ -212,8 +219,8 @@ def _is_expert_weight(name: str, weight: Tensor) -> bool:
 def _inputs_first(experts: nn.Module) -> bool:
     """Returns whether experts are stored as (inputs, outputs), for `x @ w`, as in Llama 4.
 
-    Transformers says so by an attribute, but not everywhere. Otherwise the shapes tell: an expert
-    goes from the hidden size to twice the inner size, and from the inner size back.
+    Some models of Transformers have an attribute for it. Otherwise the shapes show it: an expert
+    maps the hidden size to twice the inner size, and the inner size back to the hidden size.
     """
     declared = getattr(experts, "is_transposed", None)
     if isinstance(declared, bool):
@@ -227,32 +234,32 @@ class CoverageWarning(UserWarning):
 
 
 def warn_uncovered(model: nn.Module, covered: Weights) -> None:
-    """Names the parameters of `model` that stay dense, where they are many; once per model.
+    """Warns, once per model, if many parameters of `model` cannot be compressed, naming them.
 
     Embeddings, tokens, position tables, norms and biases are meant to stay dense and do not count.
 
     Args:
-        model: Any module.
+        model: Model that the parameters belong to.
         covered: Parameters that can be compressed, by name.
     """
     if model in _warned:
         return
-    left = uncovered(model, covered)
-    count = sum(parameter.numel() for parameter in left.values())
+    others = uncovered(model, covered)
+    count = sum(parameter.numel() for parameter in others.values())
     share = count / max(count + sum(parameter.numel() for parameter in covered.values()), 1)
     if share > MOST_UNCOVERED:
         _warned.add(model)
         warn_caller(
             f"{share:.0%} of the parameters of this {type(model).__name__}, embeddings, norms and "
-            f"biases aside, are in no layer that is compressed: {list_names(left)}. To compress "
+            f"biases aside, are in no layer that is compressed: {list_names(others)}. To compress "
             "some of them, give weights={**compressible_weights(model), name: parameter}; to leave "
             "them dense without this warning, choose by only= or skip=",
             CoverageWarning,
         )
 
 
-def treat_alike(model: nn.Module, copy: nn.Module) -> None:
-    """Says nothing of a copy where the model was warned about."""
+def copy_coverage_warning(model: nn.Module, copy: nn.Module) -> None:
+    """Suppresses the `CoverageWarning` of a copy if the model itself has had it."""
     if model in _warned:
         _warned.add(copy)
 
@@ -283,7 +290,7 @@ def _may_be_weight(name: str, parameter: Tensor) -> bool:
 
 
 def sparsity(weights: Weights) -> float:
-    """Returns the fraction of zeros in `weights`; all processes call it where they are sharded."""
+    """Returns the fraction of zeros in `weights`; if they are sharded, all ranks must call it."""
     total = sum(weight.numel() for weight in weights.values())
     if total == 0:
         raise ValueError("the sparsity of no weights at all is not defined")
@@ -291,35 +298,35 @@ def sparsity(weights: Weights) -> float:
 
 
 def _count_nonzero(name: str, weight: Tensor) -> int:
-    found = torch.count_nonzero(local(weight))
+    count = torch.count_nonzero(local(weight))
     part = part_of(name, weight)
     if part is not None:
-        part.peers.add_up_(found)
-    return int(found)
+        part.peers.add_up_(count)
+    return int(count)
 
 
 def masks_of(weights: Weights) -> dict[str, Tensor]:
-    """Recovers the masks of compressed `weights` from their zeros; of a shard, its own mask."""
+    """Recovers the masks of compressed `weights` from their zeros; for shards, the local rows."""
     return {name: local(weight).detach() != 0 for name, weight in weights.items()}
 
 
 @torch.no_grad()
 def apply_masks_(weights: Weights, masks: Masks) -> None:
-    """Zeroes `weights` where their masks are False, in place; no sign or NaN survives there."""
+    """Zeroes `weights` in place where their masks are False; no -0.0 or NaN remains there."""
     weights = local_weights(weights)
     zero_unmasked_([weights[name] for name in masks], list(masks.values()))
 
 
 def mask_gradients_(weights: Weights, masks: Masks) -> None:
-    """Zeroes the gradients of `weights`, where there are any, where `masks` are False."""
-    found = {name: grad for name in masks if (grad := weights[name].grad) is not None}
+    """Zeroes the gradients of `weights` where `masks` are False; weights may have no gradient."""
+    gradients = {name: grad for name in masks if (grad := weights[name].grad) is not None}
     if getattr(weights, "sharded", False):
-        found = {name: local(grad) for name, grad in found.items()}
-    zero_unmasked_(list(found.values()), [masks[name] for name in found])
+        gradients = {name: local(grad) for name, grad in gradients.items()}
+    zero_unmasked_(list(gradients.values()), [masks[name] for name in gradients])
 
 
 def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zeroes each tensor where its mask is False; on CUDA in one launch for all of them."""
+    """Zeroes each tensor where its mask is False; on CUDA one kernel launch serves all."""
     kernels = cuda_kernels()
     together: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for tensor, mask in zip(tensors, masks, strict=True):
@@ -334,7 +341,7 @@ def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
 @functools.cache
 def cuda_kernels() -> ModuleType | None:
-    """Returns the CUDA kernels, imported when first asked for, or None where there are none."""
+    """Returns the module of CUDA kernels, imported when needed; None without CUDA or Triton."""
     if not torch.cuda.is_available():
         return None
     try:

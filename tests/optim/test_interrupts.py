@@ -76,7 +76,7 @@ class Watched:
         if not self.stepping:
             assert same(parameters(self.model), self.before)
         self.go_on()
-        assert self.optimizer._now.g is None
+        assert self.optimizer._step_state.g is None
         assert not self.optimizer._undo._calls
         assert all(torch.isfinite(p).all() for p in self.model.parameters())
 

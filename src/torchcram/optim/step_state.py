@@ -21,26 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepState:
-    """Where a step stands; an object, since wrappers such as Lightning's copy attributes.
+    """Progress of one step.
+
+    It is one object because wrappers such as Lightning's copy attributes of the optimizer.
 
     Attributes:
-        plan: What the step is: the operator drawn for it, or a plain step.
-        passes: Compressed passes that are left in it; None stands for that of a plain step.
-        g: Gradient at w, while a compressed pass is under way.
+        plan: Plan of the step: the operator drawn for it, or a plain step.
+        passes: Passes that are left in the step; those of a plain step do nothing.
+        g: Gradient at w while a compressed pass is under way, otherwise None.
         ready: Whether `.grad` holds g~, so that a step may be taken.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
-    passes: list[Pass | None] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     g: Gradients | None = None
     ready: bool = False
 
 
 class UndoStack:
-    """Calls that put things back, last in first out; each is kept until it has returned.
+    """Stack of calls that undo changes; each call is kept until it has returned.
 
     Unwinding may be interrupted anywhere (Ctrl-C, out of memory) and is then simply repeated, which
-    `contextlib.ExitStack` does not allow. A call may therefore run twice and must not mind.
+    `contextlib.ExitStack` does not allow. A call may therefore run twice and must be idempotent.
 
     Attributes:
         unwinding: Whether `unwind` has begun since the last push.
@@ -51,12 +53,12 @@ class UndoStack:
         self._calls: list[Callable[[], object]] = []
 
     def push(self, call: Callable[[], object]) -> None:
-        """Adds a call; push it before the change that it undoes."""
+        """Adds a call; push it before making the change that it undoes."""
         self.unwinding = False
         self._calls.append(call)
 
     def unwind(self) -> None:
-        """Runs all calls, the last one first."""
+        """Runs all calls, the latest first."""
         self.unwinding = True
         while self._calls:
             self._calls[-1]()
@@ -64,7 +66,7 @@ class UndoStack:
 
 
 class Backup:
-    """Copies of parameters, in memory that is allocated once and used again at every step."""
+    """Copies of parameters, in memory that is allocated once and reused at every step."""
 
     def __init__(self, shard_context: ShardContext) -> None:
         self._shard_context = shard_context
@@ -75,24 +77,25 @@ class Backup:
     def save(self, parameters: Iterable[Tensor]) -> None:
         """Copies `parameters`."""
         saved = list(parameters)
-        here = self._shard_context.here(saved)
-        copies = [self._memory(*pair) for pair in zip(saved, here, strict=True)]
+        local = self._shard_context.local(saved)
+        copies = [self._memory(*pair) for pair in zip(saved, local, strict=True)]
         if saved:
-            torch._foreach_copy_(copies, here)
+            torch._foreach_copy_(copies, local)
         self._saved = (saved, copies)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts back, bit for bit, what was saved last; calling it again changes nothing."""
+        """Puts the values saved last back, bit for bit; calling it again changes nothing."""
         saved, copies = self._saved
         if saved:
-            torch._foreach_copy_(self._shard_context.here(saved), copies)
+            torch._foreach_copy_(self._shard_context.local(saved), copies)
         self._saved = ([], [])
 
-    def _memory(self, parameter: Tensor, here: Tensor) -> Tensor:
+    def _memory(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """Returns memory for a copy of `local`, the shard of a parameter on this rank."""
         held = self._copies.get(id(parameter))
-        if held is None or held[0] is not parameter or _kind(held[1]) != _kind(here):
-            held = (parameter, torch.empty_like(here))
+        if held is None or held[0] is not parameter or _kind(held[1]) != _kind(local):
+            held = (parameter, torch.empty_like(local))
             self._copies[id(parameter)] = held
         return held[1]
 
@@ -101,15 +104,15 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.get_device(), tensor.shape
 
 
-class Randomness:
-    """The states of the random generators of the CPU and of some devices."""
+class RngState:
+    """States of the random generators of the CPU and of CUDA devices, to restore later."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda = {d: torch.cuda.get_rng_state(d) for d in set(devices) if d.type == "cuda"}
 
-    def replay(self) -> None:
-        """Puts the generators back to where they were."""
+    def restore(self) -> None:
+        """Puts the generators back into the saved states."""
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)

@@ -15,7 +15,7 @@ from torchcram.integrations.adapters import refuse_unused_parameters
 from torchcram.integrations.lightning.isolation import Apart, LetsGo, ignore, shallow
 from torchcram.optim import CrAM
 from torchcram.optim.rank_consistency import require_alike_everywhere
-from torchcram.optim.step_state import Randomness
+from torchcram.optim.step_state import RngState
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class _MicroBatch:
     batch: Any
     index: int
-    before: Randomness | None  # where the first pass began, if it is to be replayed
+    rng_state: RngState | None  # at the start of the first pass, if it is to be replayed
 
 
 class CompressedPass(LetsGo):
@@ -72,8 +72,8 @@ class CompressedPass(LetsGo):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._micro = []
         devices = (parameter.device for parameter in pl_module.parameters())
-        before = Randomness(devices) if self._optimizer.replay_randomness else None
-        self._micro.append(_MicroBatch(shallow(batch), batch_idx, before))
+        rng_state = RngState(devices) if self._optimizer.replay_randomness else None
+        self._micro.append(_MicroBatch(shallow(batch), batch_idx, rng_state))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turns g, when it is complete, into g~."""
@@ -126,8 +126,8 @@ def _backward(
     micro: _MicroBatch,
     scaler: GradScaler | None,
 ) -> None:
-    if micro.before is not None:
-        micro.before.replay()
+    if micro.rng_state is not None:
+        micro.rng_state.restore()
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (shallow(micro.batch), micro.index) if takes_index else (shallow(micro.batch),)
     output = trainer.strategy.training_step(*arguments)
