@@ -11,7 +11,7 @@ from torch import nn
 from torchcram.operators import Operator, as_operator
 from torchcram.sharding import fsdp_modules
 from torchcram.trained import copy_marks, warn_of_untrained
-from torchcram.weights import weights_in
+from torchcram.weights import copy_coverage_warning, weights_in
 
 if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights
