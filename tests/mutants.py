@@ -139,8 +139,8 @@ MUTANTS = [
     Mutant("operators/topk.py", "+ 0.0  #", "#", ("tests/operators/test_parse.py",)),
     Mutant(
         "operators/nm.py",
-        "place > rival, other >= key",
-        "place > rival, other > key",
+        "index > rival, other >= key",
+        "index > rival, other > key",
         ("tests/operators/test_nm.py",),
     ),
     Mutant(

@@ -47,7 +47,10 @@ def test_text_and_operator_are_inverse(text):
         ("obs@uniform:0.3-0.9", "uniform:0.3-0.9 is a range"),
         ("wanda@row", "cannot read 'row'; allowed: global:0.9, uniform:0.8, row:0.5"),
         ("wanda@row:x", "cannot read 'row:x'; allowed: global:0.9, uniform:0.8, row:0.5"),
-        ("sparsegpt@global:0.5", "global:0.5 is impossible, layers being pruned one after another"),
+        (
+            "sparsegpt@global:0.5",
+            "global:0.5 is impossible, as layers are pruned one after another",
+        ),
         ("obs@uniform:0.7+", "cannot read ''"),
         ("OBS@uniform:0.7", "no pruner 'OBS'"),
         ("obs:r@uniform:0.7", "cannot read the option 'r'; allowed are each once"),

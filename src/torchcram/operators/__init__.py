@@ -1,4 +1,4 @@
-"""Compression operators C(.), one small file each."""
+"""Compression operators C, one small file each."""
 
 from torchcram.operators.base import Operator, Sparsifier
 from torchcram.operators.chain import Chain

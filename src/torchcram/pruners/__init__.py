@@ -1,4 +1,4 @@
-"""Operators that look at gradients or activations before they prune, one small file each."""
+"""Pruners: operators that look at gradients or activations first, one small file each."""
 
 from torchcram.pruners.base import BoundPruner, Calibration, Pruner, bind, prune_
 from torchcram.pruners.obs import Obs

@@ -37,23 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Obs(Pruner):
-    """Drops the weights whose loss costs least to second order, and moves the others to make up.
+    """Drops the weights whose loss costs least to second order, and corrects the others for it.
 
     ::
 
         score_i = w_i^2 / (2 [F^-1]_ii)            the cost of dropping w_i alone
-        dw = -F^-1[:,Q] (F^-1[Q,Q])^-1 w_Q         once Q is dropped, in each block
+        dw = -F^-1[:,Q] (F^-1[Q,Q])^-1 w_Q         the correction once Q is dropped, in each block
 
     F is the empirical Fisher matrix at the current weights, in blocks (see `Fisher`). The pattern
-    ranks by the root of the score. The update is the exact one for all that a block drops, not the
-    sum of one update for each: those ignore each other, and leave dropped weights away from zero.
+    ranks by the root of the score. The correction is exact for all weights Q that a block drops
+    together. A sum of corrections for single weights would ignore their interaction, and leave
+    dropped weights away from zero.
 
     Attributes:
-        pattern: what may be dropped together.
-        gradients: m, each of them of one batch.
-        block: B, the consecutive weights whose interaction is looked at.
-        damping: lambda.
-        recomputations: in how many steps the sparsity rises, F being estimated anew before each.
+        pattern: Pattern of the weights to keep.
+        gradients: Number m of gradients, each of one batch.
+        block: Number B of consecutive weights whose interaction is considered.
+        damping: Damping lambda.
+        recomputations: Number of steps in which the sparsity rises; F is estimated before each.
     """
 
     kind: ClassVar[str] = "obs"
@@ -78,7 +79,7 @@ class Obs(Pruner):
         steps(self.pattern, self.recomputations)
 
     def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
-        """Estimates F, drops, makes up; `recomputations` times."""
+        """Estimates F, drops weights and corrects the others, `recomputations` times."""
         masks: Masks = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}
         for pattern in steps(self.pattern, self.recomputations):
             fisher = Fisher(weights, block=self.block, damping=self.damping)
@@ -97,12 +98,12 @@ MOST_STEPS = 1000
 def steps(pattern: Sparsifier, count: int) -> list[Sparsifier]:
     """Returns the patterns on the way to `pattern`, in at most `count` steps.
 
-    Every step drops the same share of what is there: after step t of T a fraction k^(t/T) is kept.
-    N:M has few levels: the same, rounded to whole weights of a group and no level twice (3:4 and
+    Every step drops the same share of the remaining weights: after step t of T a fraction k^(t/T)
+    is kept. For N:M it is rounded to whole weights of a group, and no pattern occurs twice (3:4,
     then 2:4).
 
     Raises:
-        ValueError: for more steps than make sense, or a pattern without others on the way to it.
+        ValueError: If `count` is too large, or no patterns on the way to `pattern` are known.
     """
     if count > MOST_STEPS:
         raise ValueError(
@@ -140,15 +141,16 @@ AT_ONCE = 8192  # blocks factored at a time
 
 
 class Fisher:
-    """F of every weight, in blocks of consecutive weights in row-major order.
+    """Fisher matrix F of every weight tensor, in blocks of consecutive weights in row-major order.
 
-    A last block that is shorter is filled up with weights of no gradient.
+    A shorter last block is padded with weights whose gradient is zero.
 
     Args:
-        weights: whose F it is; only shapes, types and devices are looked at.
-        block: B, the weights in a block.
-        damping: lambda.
-        chunk: r, how many gradients are held until they are added; no result depends on it.
+        weights: Weights that F belongs to; only their shapes, types and devices are used.
+        block: Number B of weights in a block.
+        damping: Damping lambda.
+        chunk: Number r of gradients that are held until they are added; results do not depend on
+            it.
     """
 
     def __init__(
@@ -168,31 +170,32 @@ class Fisher:
     def add(
         self, gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Adds one gradient; a weight that is left out has none.
+        """Adds one gradient; weights that it omits have gradient zero.
 
         Args:
-            gradients: by name.
-            masks: True where a weight takes part. The others count as fixed: F^-1 among those that
-                do take part is then the inverse of their own part of F.
+            gradients: Gradients by name.
+            masks: Masks of the weights that are still there. The gradients of the others count as
+                zero, so that F^-1 restricted to the weights still there is the inverse of F
+                restricted to them.
         """
-        place = self.count % self.chunk
+        slot = self.count % self.chunk
         for name, held in self._held.items():
             gradient = gradients.get(name)
             if gradient is None:
-                held[place].zero_()
+                held[slot].zero_()
                 continue
             if masks is not None:
                 gradient = gradient.masked_fill(masks[name].logical_not(), 0)
-            held[place].view(-1)[: gradient.numel()] = gradient.reshape(-1)
+            held[slot].view(-1)[: gradient.numel()] = gradient.reshape(-1)
         self.count += 1
-        if place + 1 == self.chunk:
+        if slot + 1 == self.chunk:
             self._add_held(self.chunk)
 
     def finish(self) -> None:
-        """Adds what is held still, and lets go of the memory for it.
+        """Adds the gradients that are still held, and frees their memory.
 
         Raises:
-            ValueError: if there was no gradient, or one of them was not finite.
+            ValueError: If there was no gradient, or a gradient was not finite.
         """
         if not self.count:
             raise ValueError("the Fisher matrix of no gradients at all is not defined")
@@ -212,22 +215,22 @@ class Fisher:
     def inverse_diagonal(self, name: str, like: Tensor) -> Tensor:
         """Returns [F^-1]_ii for every weight, in the shape of `like`."""
         total = self._sums[name]
-        found = torch.empty(total.shape[:2], dtype=torch.float64, device=total.device)
-        one = torch.eye(self.block, dtype=torch.float64, device=total.device)
+        diagonal = torch.empty(total.shape[:2], dtype=torch.float64, device=total.device)
+        identity = torch.eye(self.block, dtype=torch.float64, device=total.device)
         for some in _ranges(len(total)):
             lower = torch.linalg.cholesky(self._damped(total[some]))  # F = L L^T
-            inverse = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
-            found[some] = inverse.square().sum(1)  # F^-1 = L^-T L^-1
-        return found.view(-1)[: like.numel()].view(like.shape)
+            inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+            diagonal[some] = inverse.square().sum(1)  # F^-1 = L^-T L^-1
+        return diagonal.view(-1)[: like.numel()].view(like.shape)
 
     @torch.no_grad()
     def remove(self, name: str, weight: Tensor, mask: Tensor) -> Tensor:
-        """Returns `weight` without what `mask` drops, the rest moved to where that costs least.
+        """Returns `weight` with the weights zero that `mask` drops, and the others corrected.
 
             dw = argmin 1/2 dw^T F dw    where dw_Q = -w_Q for the dropped Q,
             so dw_R = F_RR^-1 F_RQ w_Q   for the rest R
 
-        All of Q in a block at once, which equals -F^-1[:,Q] (F^-1[Q,Q])^-1 w_Q.
+        Q are all dropped weights of a block; dw equals -F^-1[:,Q] (F^-1[Q,Q])^-1 w_Q.
         """
         total = self._sums[name]
         values, kept = self._blocks(weight.double()), self._blocks(mask)
@@ -235,7 +238,7 @@ class Fisher:
             damped, w, rest = self._damped(total[some]), values[some], kept[some]
             pull = damped @ w.masked_fill(rest, 0).unsqueeze(-1)  # F[:,Q] w_Q
             both = rest.unsqueeze(1) & rest.unsqueeze(2)
-            damped.masked_fill_(both.logical_not(), 0)  # F_RR, and ones for Q
+            damped.masked_fill_(both.logical_not(), 0)  # F_RR, and the identity for Q
             damped.diagonal(dim1=1, dim2=2).masked_fill_(rest.logical_not(), 1)
             pull.masked_fill_(rest.logical_not().unsqueeze(-1), 0)
             step = torch.cholesky_solve(pull, torch.linalg.cholesky(damped)).squeeze(-1)
