@@ -17,7 +17,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "torchcram"
 
 # Parts of src/torchcram that are checked: "" for the modules at the top, otherwise a package.
-CLEAN: tuple[str, ...] = ("", "operators", "optim", "pruners")
+CLEAN: tuple[str, ...] = ("", "artifact", "integrations", "operators", "optim", "pruners")
 
 NAMED = ("Args:", "Arguments:", "Attributes:", "Raises:")
 UNNAMED = ("Returns:", "Yields:")

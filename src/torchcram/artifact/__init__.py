@@ -1,4 +1,4 @@
-"""Compact files of compressed models: one safetensors file with a manifest in its header."""
+"""Compact files of compressed models: safetensors files with a manifest in the header."""
 
 from torchcram.artifact.format import Encoding, Entry, Manifest
 from torchcram.artifact.reader import load, read_manifest, stream, verify

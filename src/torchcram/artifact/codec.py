@@ -35,11 +35,11 @@ from torchcram.kernels.cpu.expand import decode_
 def encode(
     tensor: Tensor, spec: TensorSpec, quantized: Quantized | None = None
 ) -> dict[str, Tensor]:
-    """Returns the parts that `decode` makes the tensor from.
+    """Returns the parts that `decode` turns back into the tensor.
 
     Args:
         tensor: Tensor to store, contiguous and on the CPU.
-        spec: Specification of the tensor, with the encoding it is stored in.
+        spec: Specification of the tensor, with its encoding.
         quantized: Integers and scales, for an encoding with bits.
     """
     encoding = spec.encoding
@@ -47,7 +47,7 @@ def encode(
     stored: dict[str, Tensor] = {}
     kept = None
     if encoding.places is not None:
-        kept = as_integers(flat) != 0  # -0.0 is no zero
+        kept = as_integers(flat) != 0  # -0.0 is not stored as a zero
         if encoding.places == MASK:
             stored["mask"] = write_mask(kept)
         else:
@@ -65,16 +65,16 @@ def encode(
 
 
 def decode(parts: Mapping[str, Tensor], spec: TensorSpec, out: Tensor | None = None) -> Tensor:
-    """Returns the tensor that parts stand for.
+    """Returns the tensor that parts encode.
 
     Args:
         parts: Parts by name.
         spec: Specification of the tensor.
-        out: Tensor of the same shape to write to; without one it gets memory of its own. It is not
-            touched where the parts are refused.
+        out: Tensor of the same shape to write to; by default new memory. It stays unchanged if the
+            parts are invalid.
 
     Raises:
-        ValueError: if the parts are not those of such a tensor.
+        ValueError: If the parts are not those of such a tensor.
     """
     require_decodable(parts, spec)
     flat = _memory_of(out, spec)
@@ -84,20 +84,20 @@ def decode(parts: Mapping[str, Tensor], spec: TensorSpec, out: Tensor | None = N
         return tensor if out is None else out.copy_(tensor)
     _decoded(flat, parts, spec)
     assert out is not None  # noqa: S101
-    if not out.is_inference():  # compiled code writes unseen; autograd is to know of it
+    if not out.is_inference():  # autograd does not see what compiled code writes
         torch.autograd.graph.increment_version(out)
     return out
 
 
 def _memory_of(out: Tensor | None, spec: TensorSpec) -> Tensor | None:
-    """Returns the memory of `out` where values can be put without detours."""
+    """Returns the memory of `out` if values can be written to it directly."""
     if out is None or out.device.type != "cpu" or not out.dtype == spec.dtype == spec.computed_in:
         return None
     return out.view(-1) if spec.in_order and out.is_contiguous() else None
 
 
 def _decoded(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Fills memory with the values; returns them as the tensor they are."""
+    """Fills `flat` with the values; returns them in shape and type of the tensor."""
     if not _fill_at_once_(flat, parts, spec):
         return _scaled(_fill_(flat, parts, spec), parts, spec)
     tensor = spec.from_rows(flat) if spec.encoding.by_rows else flat.view(spec.shape)
@@ -105,17 +105,19 @@ def _decoded(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Ten
 
 
 def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> bool:
-    """Puts the stored values to their places, times their scales, by compiled code.
+    """Fills `flat` with stored values times their scales, by compiled code.
 
     Returns:
-        False, with nothing done, where there is none or it is not for such a tensor.
+        Whether it was done; False without compiled code, or if it does not support such a tensor.
     """
     encoding = spec.encoding
     bits, scales = encoding.bits or 0, parts.get("scales")
     values = parts["integers" if bits else "values"].view(-1)
     if not spec.numel:
         return False
-    apart = bits and spec.transposed is not None and not encoding.by_rows  # outputs are not rows
+    apart = (
+        bits and spec.transposed is not None and not encoding.by_rows
+    )  # outputs are not contiguous
     if apart or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
         return False
     stored = _count_stored(parts, spec) if bits else len(values)
@@ -139,7 +141,7 @@ def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) 
 
 
 def _fill_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Puts the stored values to their places; integers are as yet without their scale."""
+    """Fills `flat` with stored values; integers are not multiplied by their scales yet."""
     encoding = spec.encoding
     values = _values(parts, spec)
     if encoding.places is None:
@@ -153,7 +155,7 @@ def _fill_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tenso
 
 
 def _scaled(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Multiplies by the scales and brings everything to its shape."""
+    """Multiplies by the scales, if any, and returns the values in the shape of the tensor."""
     if spec.encoding.bits is None:
         return spec.from_rows(flat) if spec.encoding.by_rows else flat.view(spec.shape)
     scales = parts["scales"]
@@ -166,6 +168,7 @@ def _scaled(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tens
 
 
 def _values(parts: Mapping[str, Tensor], spec: TensorSpec) -> Values:
+    """Returns the stored values, which are read some at a time."""
     bits, dtype = spec.encoding.bits, spec.computed_in
     if bits is None:
         flat = parts["values"].view(-1)
@@ -176,7 +179,7 @@ def _values(parts: Mapping[str, Tensor], spec: TensorSpec) -> Values:
 
 
 def _count_stored(parts: Mapping[str, Tensor], spec: TensorSpec) -> int:
-    """Returns how many values are stored."""
+    """Returns the number of stored values."""
     if spec.encoding.places is None:
         return spec.numel
     if spec.encoding.places == MASK:
@@ -186,16 +189,16 @@ def _count_stored(parts: Mapping[str, Tensor], spec: TensorSpec) -> int:
 
 
 def require_parts(parts: Mapping[str, Tensor], spec: TensorSpec) -> None:
-    """Raises ValueError for parts of other types and sizes than such a tensor has."""
+    """Raises ValueError unless the parts have the types and sizes of such a tensor."""
     for name, (kind, size) in _expected(spec).items():
         _require(name, parts[name], kind, size)
 
 
 def require_decodable(parts: Mapping[str, Tensor], spec: TensorSpec) -> None:
-    """Raises ValueError for parts that are not those of a tensor, whatever the reason.
+    """Raises ValueError for parts that cannot be decoded.
 
-    Parts that pass are decoded without an error, so that a model of which all parts have passed can
-    be written to.
+    Parts that pass are decoded without an error, so that a model may be written to once all its
+    parts have passed.
     """
     require_parts(parts, spec)
     bits, places = spec.encoding.bits, spec.encoding.places
@@ -214,12 +217,12 @@ def require_decodable(parts: Mapping[str, Tensor], spec: TensorSpec) -> None:
 
 
 def _has_other_bytes(values: Tensor) -> bool:
-    """Returns whether booleans hold bytes that torch neither writes nor expects."""
+    """Returns whether booleans hold bytes other than 0 and 1, which torch never writes."""
     return bool((values.view(torch.uint8) > 1).any())
 
 
 def _expected(spec: TensorSpec) -> dict[str, tuple[torch.dtype, int | None]]:
-    """Returns type and size of every part; None where only the mask tells it."""
+    """Returns type and size of every part; a size is None if it depends on the mask."""
     expected: dict[str, tuple[torch.dtype, int | None]] = {}
     encoding, numel = spec.encoding, spec.numel
     stored: int | None = numel
@@ -247,8 +250,11 @@ def _require_groups(spec: TensorSpec, group: int) -> None:
 
 
 def _require(name: str, part: Tensor, dtype: torch.dtype, size: int | None) -> None:
+    """Raises ValueError unless a part has this type and size."""
     if part.dtype != dtype or (size is not None and part.numel() != size):
-        wanted = "any" if size is None else size
-        raise ValueError(f"its {name} are {part.numel()} of {part.dtype}, not {wanted} of {dtype}")
+        expected = "any" if size is None else size
+        raise ValueError(
+            f"its {name} are {part.numel()} of {part.dtype}, not {expected} of {dtype}"
+        )
     if name != "values" and part.dim() != 1:
         raise ValueError(f"its {name} have the shape {tuple(part.shape)}, not one dimension")

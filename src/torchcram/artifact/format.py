@@ -20,24 +20,24 @@ from torchcram.kernels.cpu.checksum import checksum
 from torchcram.layers import LayerWeights, Layout, reduction_last
 
 MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"
-"""Where the header of a file has the manifest and its checksum."""
+"""Keys of the manifest and of its checksum in the header of a file."""
 
 FORMAT = 1
-"""The version of the format that this library writes, and the newest that it reads."""
+"""Version of the format that this library writes, and the newest that it reads."""
 
 MOST_DIMENSIONS = 8
-"""Number of dimensions that tensors in a file may have."""
+"""Largest number of dimensions that tensors in a file may have."""
 
 DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.float8_e4m3fn, torch.float8_e5m2),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
         *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
     )
 }
-"""The types that tensors in a file may have, by name."""
+"""Types that tensors in a file may have, by name."""
 
 MASK = "mask"
 _TEXT = re.compile(
@@ -49,16 +49,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a file holds.
+    """Contents of a file.
 
     Attributes:
-        tensors: by name, in the order of the model.
-        tied: names that stand for another tensor of the file.
-        operator: that the model was compressed by, as text; None where it was not said.
-        library: version of this library that wrote the file.
-        metadata: whatever the writer added: recipe, metrics, the name of the data set.
-        trained: Names of the weights that CrAM trained for compression; empty where not known.
-        format: version of the format.
+        tensors: Entries of the tensors by name, in the order of the model.
+        tied: Names of tied tensors, each with the name of the tensor it is stored as.
+        operator: Text of the operator that compressed the model; None if it was not given.
+        library: Version of this library that wrote the file.
+        metadata: Metadata that the writer added, such as recipe, metrics and dataset.
+        trained: Names of the weights that CrAM trained for compression; empty if unknown.
+        format: Version of the format.
     """
 
     tensors: Mapping[str, Entry]
@@ -70,10 +70,10 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """Writes it as JSON.
+        """Returns the manifest as JSON.
 
         Raises:
-            ValueError: if the metadata holds what JSON has no word for.
+            ValueError: If the metadata cannot be represented in JSON.
         """
         tensors = {name: _entry_to_plain(entry) for name, entry in self.tensors.items()}
         plain = {
@@ -94,10 +94,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Reads what `to_json` wrote, and nothing else.
+        """Reads a manifest that `to_json` wrote, and nothing else.
 
         Raises:
-            ValueError: saying what is wrong.
+            ValueError: If it is anything else, with the reason.
         """
         try:
             plain = json.loads(text, parse_constant=_refuse)
@@ -113,7 +113,7 @@ class Manifest:
         _require_keys(plain, "the manifest", _KEYS)
         if version != FORMAT:
             raise ValueError(f"its manifest has format {version!r}, allowed is {FORMAT}")
-        tensors = {name: _entry(name, one) for name, one in plain["tensors"].items()}
+        tensors = {name: _entry(name, entry) for name, entry in plain["tensors"].items()}
         for name, other in plain["tied"].items():
             if name in tensors or not isinstance(other, str) or other not in tensors:
                 raise ValueError(f"its manifest ties {name!r} to {other!r}, which is no tensor")
@@ -126,18 +126,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The way one tensor is stored; its text is what the manifest says of it.
+    """Encoding of one tensor; the manifest contains its text.
 
-    "dense" stores every value, "mask" a bit per place and the values that are not zero, "nm:2:4"
-    two values out of every four along the reduction dimension and where they were. After a "+"
-    comes what is stored in their place: "float16" for values that were rounded to it, "int4" for
-    integers and a scale per output channel, "int4:g64" for a scale per 64 inputs.
+    "dense" stores every value, "mask" a bit per value and the values that are not zero, "nm:2:4"
+    two values out of every four along the reduction dimension and their positions. A suffix after
+    "+" says how values are stored: "float16" rounded to that type, "int4" as integers with a scale
+    per output channel, "int4:g64" with a scale per 64 inputs.
 
     Attributes:
-        places: None for all, "mask", or (keep, group).
-        bits: of integers, where the values are such.
-        group_size: how many inputs share a scale; None for all of an output channel.
-        values: what values that are no integers were rounded to; None for their own type.
+        places: Positions that are stored: None for all, "mask", or (keep, group).
+        bits: Number of bits of an integer, if values are stored as integers.
+        group_size: Number of inputs that share a scale; None for all inputs of an output channel.
+        values: Type that other values were rounded to; None for the type of the tensor.
     """
 
     places: str | tuple[int, int] | None = None
@@ -147,23 +147,23 @@ class Encoding:
 
     @property
     def by_rows(self) -> bool:
-        """Whether values are in the order of the reduction dimension, or as they lie in memory."""
+        """Whether values are ordered by the reduction dimension, rather than as in memory."""
         return self.group_size is not None or isinstance(self.places, tuple)
 
     def keys(self, name: str) -> dict[str, str]:
-        """Returns what the parts of a tensor are called in a file; a dense one keeps its name."""
+        """Returns the names of the parts of a tensor in a file; a dense tensor keeps its name."""
         parts = ["values"] if self.bits is None else ["integers", "scales"]
         if self.places is not None:
             parts.insert(0, "mask" if self.places == MASK else "indices")
         return {part: name if parts == ["values"] else f"{name}:{part}" for part in parts}
 
     def size(self, numel: int, kept: int, dtype: torch.dtype) -> int:
-        """Returns the bytes that places and values take; scales come on top.
+        """Returns the number of bytes that positions and values take, without scales.
 
         Args:
-            numel: how many values the tensor has.
-            kept: how many are not zero.
-            dtype: of the tensor.
+            numel: Number of values in the tensor.
+            kept: Number of values that are not zero.
+            dtype: Type of the tensor.
         """
         width = self.bits or 8 * (self.values or dtype).itemsize
         if self.places is None:
@@ -176,7 +176,7 @@ class Encoding:
 
     @property
     def pattern(self) -> tuple[int, int]:
-        """The (keep, group) of an N:M pattern."""
+        """N:M pattern as (keep, group)."""
         if not isinstance(self.places, tuple):
             raise ValueError(f"{self} has no N:M pattern")
         return self.places
@@ -193,35 +193,37 @@ class Encoding:
 
 def parse_encoding(text: str) -> Encoding:
     """Reads an encoding from its text; the inverse of `str(encoding)`."""
-    found = _TEXT.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text[:80]!r} is no encoding, as dense, mask+float16 or nm:2:4+int4")
-    places: str | tuple[int, int] | None = found["mask"]
-    if found["keep"] is not None:
-        places = int(found["keep"]), int(found["group"])
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text[:80]!r} is no encoding, such as dense, mask+float16 or nm:2:4+int4"
+        )
+    places: str | tuple[int, int] | None = match["mask"]
+    if match["keep"] is not None:
+        places = int(match["keep"]), int(match["group"])
         if not 1 <= places[0] <= places[1] <= 256:
             raise ValueError(f"{text!r} keeps {places[0]} of every {places[1]}")
-    if found["size"] is not None and int(found["size"]) < 1:
+    if match["size"] is not None and int(match["size"]) < 1:
         raise ValueError(f"{text!r} has groups of nothing")
     return Encoding(
         places,
-        bits=None if found["bits"] is None else int(found["bits"]),
-        group_size=None if found["size"] is None else int(found["size"]),
-        values=None if found["values"] is None else DTYPES[found["values"]],
+        bits=None if match["bits"] is None else int(match["bits"]),
+        group_size=None if match["size"] is None else int(match["size"]),
+        values=None if match["values"] is None else DTYPES[match["values"]],
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Specification of a stored tensor: all that is needed to read its parts.
+    """Specification of a stored tensor: everything that is needed to read its parts.
 
     Attributes:
         dtype: Type of the tensor.
         shape: Shape of the tensor.
-        encoding: Encoding it is stored in.
-        transposed: Number of groups of a transposed convolution, where the encoding depends on what
-            its inputs and outputs are; 1 for other weights with their inputs before their outputs.
-        stacked: Whether dimension 0 is that of fused experts, where the encoding depends on it.
+        encoding: Encoding of the tensor.
+        transposed: Number of groups of a transposed convolution, if the encoding depends on which
+            dimensions are inputs and outputs; 1 for other weights with inputs before outputs.
+        stacked: Whether dimension 0 counts fused experts, if the encoding depends on it.
     """
 
     dtype: torch.dtype
@@ -232,23 +234,23 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """How many values the tensor has."""
+        """Number of values in the tensor."""
         return math.prod(self.shape)
 
     @property
     def computed_in(self) -> torch.dtype:
-        """The type in which scales are multiplied; without scales that of the tensor."""
+        """Type in which values are multiplied by scales; without scales the type of the tensor."""
         return self.dtype if self.encoding.bits is None else wide(self.dtype)
 
     @property
     def in_order(self) -> bool:
-        """Whether values are stored in the order in which they lie in memory."""
+        """Whether values are stored in the order in which they are in memory."""
         linear = len(self.shape) == 2 + self.stacked and self.transposed is None
         return linear or not self.encoding.by_rows
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """(groups, outputs, *kernel positions, inputs)."""
+        """Shape as (groups, outputs, *kernel positions, inputs)."""
         return tuple(self.to_rows(torch.empty(self.shape, device="meta")).shape)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
@@ -256,18 +258,18 @@ class TensorSpec:
         return by_rows(tensor, layout(self.transposed, stacked=self.stacked))
 
     def from_rows(self, flat: Tensor) -> Tensor:
-        """Returns values in the order of the rows as a tensor of this specification."""
+        """Returns values that are ordered by rows as a tensor of this specification."""
         inputs = 2 if self.transposed is None else 1
         return flat.view(self.rows).movedim(-1, inputs).reshape(self.shape).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(TensorSpec):
-    """One tensor of a file.
+    """Entry of one tensor in the manifest.
 
     Attributes:
-        crc32: of the stored bytes; whenever they are read, this is checked.
-        sha256: of the stored bytes; `verify` checks this too.
+        crc32: Checksum of the stored bytes, compared whenever they are read.
+        sha256: SHA-256 of the stored bytes, which `verify` compares too.
     """
 
     crc32: int
@@ -279,13 +281,13 @@ def by_rows(tensor: Tensor, used_as: Layout) -> Tensor:
 
     Args:
         tensor: Tensor of two dimensions or more.
-        used_as: How its layer uses it.
+        used_as: Layout of the tensor.
     """
     return reduction_last(LayerWeights({"": tensor}, {"": used_as}), "")
 
 
 def layout(transposed: int | None, *, stacked: bool = False) -> Layout:
-    """Returns the layout that a specification stands for."""
+    """Returns the layout of a specification."""
     return Layout(transposed=transposed is not None, groups=transposed or 1, stacked=stacked)
 
 
@@ -296,15 +298,15 @@ def digest(text: str) -> str:
 
 def crc32(parts: Mapping[str, Tensor]) -> int:
     """Returns the CRC-32 of the bytes of all parts, in the order of their names."""
-    return functools.reduce(lambda seen, some: checksum(some, seen), _bytes_of(parts), 0)
+    return functools.reduce(lambda crc, part: checksum(part, crc), _bytes_of(parts), 0)
 
 
 def sha256(parts: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of the same bytes."""
-    seen = hashlib.sha256()
-    for some in _bytes_of(parts):
-        seen.update(some.numpy().data)
-    return seen.hexdigest()
+    """Returns the SHA-256 of the bytes of all parts, in the order of their names."""
+    digest = hashlib.sha256()
+    for part in _bytes_of(parts):
+        digest.update(part.numpy().data)
+    return digest.hexdigest()
 
 
 def _bytes_of(parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -349,39 +351,39 @@ def _entry(name: str, plain: object) -> Entry:
     where = f"the entry of {name!r}"
     if isinstance(plain, dict):
         plain = {"transposed": None, "stacked": False, **plain}
-    found = _require_keys(plain, where, _ENTRY_KEYS)
-    shape, groups = found["shape"], found["transposed"]
-    if len(shape) > MOST_DIMENSIONS:  # before anything is computed from them
+    fields = _require_keys(plain, where, _ENTRY_KEYS)
+    shape, groups = fields["shape"], fields["transposed"]
+    if len(shape) > MOST_DIMENSIONS:  # before anything is computed from the shape
         raise ValueError(
             f"{where} in its manifest has {len(shape)} dimensions; allowed are up to "
             f"{MOST_DIMENSIONS}"
         )
     if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
         raise ValueError(f"{where} in its manifest has the shape {shape!r:.200}")
-    if found["dtype"] not in DTYPES or not _DIGEST.fullmatch(found["sha256"]):
+    if fields["dtype"] not in DTYPES or not _DIGEST.fullmatch(fields["sha256"]):
         raise ValueError(f"{where} in its manifest has an unknown dtype or no checksum")
-    dtype = DTYPES[found["dtype"]]
+    dtype = DTYPES[fields["dtype"]]
     if math.prod(shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(
             f"{where} in its manifest has the shape {shape!r:.200}, which no memory holds"
         )
-    most = 1 if found["stacked"] else (1 << 63) - 1
+    most = 1 if fields["stacked"] else (1 << 63) - 1
     if groups is not None and not 1 <= groups <= most:
         raise ValueError(f"{where} in its manifest has {groups!r:.80} groups")
     try:
-        encoding = parse_encoding(found["encoding"])
+        encoding = parse_encoding(fields["encoding"])
     except ValueError as error:
         raise ValueError(f"{where} in its manifest: {error}") from None
     if not dtype.is_floating_point and (encoding.bits, encoding.values) != (None, None):
-        raise ValueError(f"{where} in its manifest stores {found['dtype']} as {encoding}")
+        raise ValueError(f"{where} in its manifest stores {fields['dtype']} as {encoding}")
     return Entry(
         dtype=dtype,
         shape=tuple(shape),
         encoding=encoding,
         transposed=groups,
-        stacked=found["stacked"],
-        crc32=found["crc32"],
-        sha256=found["sha256"],
+        stacked=fields["stacked"],
+        crc32=fields["crc32"],
+        sha256=fields["sha256"],
     )
 
 

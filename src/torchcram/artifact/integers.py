@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchcram.kernels.cpu.expand import rows_of_table
 
-PROBE = 8  # rows that have to fit before all of them are looked at
+PROBE = 8  # rows to try before all rows are tried
 BITS = range(2, 9)
 CHUNK = 1 << 17  # integers packed at a time, so that intermediate results stay in the cache
 
@@ -28,10 +28,10 @@ class Quantized(NamedTuple):
     """Integers and scales that stand for a tensor, exactly.
 
     Attributes:
-        bits: of the integers.
-        group_size: how many inputs share a scale; None for all of an output channel.
-        codes: int8, in the order of the rows.
-        scales: one per row.
+        bits: Number of bits of an integer.
+        group_size: Number of inputs that share a scale; None for all inputs of an output channel.
+        codes: Integers in int8, in the order of the rows.
+        scales: Scales, one per row.
     """
 
     bits: int
@@ -41,11 +41,12 @@ class Quantized(NamedTuple):
 
 
 def find_integers(view: Tensor, group_sizes: list[int | None]) -> Quantized | None:
-    """Returns the fewest bits that give `view` back exactly, or None where there are none.
+    """Returns integers of the fewest bits that represent `view` exactly; None if there are none.
 
     Args:
-        view: (groups, outputs, *kernel positions, inputs), as `reduction_last` gives it.
-        group_sizes: that may share a scale, the likeliest first; those that do not fit are skipped.
+        view: Tensor as (groups, outputs, *kernel positions, inputs), from `reduction_last`.
+        group_sizes: Numbers of inputs that may share a scale, the likeliest first; those that do
+            not divide the inputs are skipped.
     """
     if not view.dtype.is_floating_point or view.dtype.itemsize < 2 or not view.numel():
         return None
@@ -54,8 +55,8 @@ def find_integers(view: Tensor, group_sizes: list[int | None]) -> Quantized | No
             continue
         rows = view.reshape(-1, view[0, 0].numel() if size is None else size)
         for bits in BITS:
-            if fit(rows[:PROBE], bits) is not None and (found := fit(rows, bits)) is not None:
-                codes, scales = found
+            if fit(rows[:PROBE], bits) is not None and (fitted := fit(rows, bits)) is not None:
+                codes, scales = fitted
                 return Quantized(bits, size, codes.flatten(), scales)
     return None
 
@@ -68,8 +69,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def read_integers(
     packed: Tensor, bits: int, places: slice, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Returns the numbers that some of the packed codes stand for, as floating point."""
-    start = places.start // 8 * 8  # a whole byte
+    """Returns the floating-point numbers that some of the packed codes stand for."""
+    start = places.start // 8 * 8  # at the start of a byte
     if 8 % bits == 0:
         codes = packed[start * bits // 8 : packed_size(places.stop, bits)]
         numbers = look_up(_table(bits, dtype), codes)
@@ -81,14 +82,14 @@ def read_integers(
 
 @functools.cache
 def _numbers(bits: int, dtype: torch.dtype) -> Tensor:
-    """What every code stands for."""
+    """Returns the number that every code stands for."""
     sign = 1 << (bits - 1)
     return torch.tensor([*range(sign), -0.0, *range(1 - sign, 0)], dtype=dtype)
 
 
 @functools.cache
 def _table(bits: int, dtype: torch.dtype) -> Tensor:
-    """What every byte of codes stands for: (256, codes)."""
+    """Returns the numbers that every byte of codes stands for: (256, codes)."""
     codes = unpack(torch.arange(256).to(torch.uint8), bits, 256 * 8 // bits)
     return _numbers(bits, dtype)[codes.long()].view(256, -1)
 
@@ -97,15 +98,17 @@ def fit(rows: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
     """Returns codes and scales of (rows, inputs), or None if some row needs more bits.
 
     Args:
-        rows: each with a scale of its own.
-        bits: of the integers.
+        rows: Rows, each with a scale of its own.
+        bits: Number of bits of an integer.
 
     Returns:
         Codes in int8, -2^(bits-1) for -0.0, and one scale per row.
     """
     levels = (1 << (bits - 1)) - 1
     largest = rows.abs().amax(1, keepdim=True).to(wide(rows.dtype))
-    scales = largest / torch.full_like(largest, levels)  # by a number, CUDA rounds twice
+    scales = largest / torch.full_like(
+        largest, levels
+    )  # by a tensor: by a number, CUDA rounds twice
     if not bool(torch.isfinite(scales).all()):
         return None
     scales = torch.where(scales == 0, 1, scales)
@@ -117,9 +120,9 @@ def fit(rows: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
     return codes, scales.squeeze(1)
 
 
-def same_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Returns where two tensors of a type hold the same bits, signs of zeros and NaN included."""
-    return as_integers(one) == as_integers(other)
+def same_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Returns where two tensors of a type hold the same bits, also in zeros and NaN."""
+    return as_integers(first) == as_integers(second)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
@@ -129,12 +132,12 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 
 def packed_size(count: int, width: int) -> int:
-    """Returns how many bytes `count` numbers of `width` bits take."""
+    """Returns the number of bytes that `count` numbers of `width` bits take."""
     return (count * width + 7) // 8
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """Packs numbers below 2^width; uint8 in, uint8 out."""
+    """Packs numbers below 2^width, given and returned as uint8."""
     count = numbers.numel()
     packed = torch.empty(packed_size(count, width), dtype=torch.uint8)
     for start in range(0, count, CHUNK):
@@ -151,7 +154,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, count: int) -> Tensor:
-    """Returns the `count` numbers that `pack` has packed."""
+    """Returns `count` numbers that `pack` has packed."""
     numbers = torch.empty(count, dtype=torch.uint8)
     for start in range(0, count, CHUNK):
         into = numbers[start : start + CHUNK]
@@ -177,7 +180,7 @@ def unpack_some(packed: Tensor, width: int, start: int, *, count: int) -> Tensor
 
 
 def look_up(table: Tensor, packed: Tensor) -> Tensor:
-    """Returns the rows of a table that bytes choose, flat: (256, n) in, (bytes * n,) out."""
+    """Returns the rows of a (256, n) table that bytes index, flattened to (bytes * n,)."""
     rows = rows_of_table(table, packed)
     if rows is not None:
         return rows.view(table.dtype)
@@ -187,20 +190,20 @@ def look_up(table: Tensor, packed: Tensor) -> Tensor:
     return table.view(whole).squeeze(1).index_select(0, packed.int()).view(table.dtype)
 
 
-# a row that is one number is copied much faster
+# copying a row as a single number is much faster
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @functools.cache
 def _numbers_in_bytes(width: int) -> Tensor:
-    """The numbers of 1, 2, 4 or 8 bits that every byte holds: (256, numbers)."""
+    """Returns the numbers of 1, 2, 4 or 8 bits that every byte holds: (256, numbers)."""
     shifts = torch.arange(0, 8, width)
     numbers = torch.arange(256).unsqueeze(1).bitwise_right_shift(shifts)
     return numbers.bitwise_and_((1 << width) - 1).to(torch.uint8)
 
 
 def _halves(words: Tensor, near: int, far: int, *, together: bool) -> None:
-    """Moves the upper half of every 2 * far bits: from `near` bits above the lower one, or back."""
+    """Moves the upper half of every 2 * far bits to `near` bits above the lower, or back."""
     low = (1 << near) - 1
     at = far if together else near
     upper = words.bitwise_and(_repeated(low << at, 2 * far))
@@ -212,6 +215,6 @@ def _halves(words: Tensor, near: int, far: int, *, together: bool) -> None:
 
 
 def _repeated(pattern: int, width: int) -> int:
-    """Returns a pattern of bits as often as it fits into 64, as a signed number."""
-    word = sum(pattern << place for place in range(0, 64, width))
+    """Returns a pattern of bits, repeated to fill 64 bits, as a signed number."""
+    word = sum(pattern << shift for shift in range(0, 64, width))
     return word - (1 << 64) if word >> 63 else word
