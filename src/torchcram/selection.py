@@ -200,9 +200,8 @@ def _by_bits(
             counts += _count([group.get(shards, ()) for group in groups], shards, top, low)
         at_or_above = counts.flip(1).cumsum(1).flip(1)
         for i, rank in enumerate(ranks):
-            bin_ = (
-                int((at_or_above[i] >= rank).sum()) - 1
-            )  # the highest bin with enough keys at or above it
+            # the highest bin with enough keys at or above it
+            bin_ = int((at_or_above[i] >= rank).sum()) - 1
             ranks[i] -= int(at_or_above[i, bin_] - counts[i, bin_])
             prefixes[i] = (prefixes[i] << (top - low)) | bin_
             if low:

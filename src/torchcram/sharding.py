@@ -116,7 +116,9 @@ def part_of(name: str, tensor: Tensor) -> Part | None:
         return None
     part = Part(tensor.shape, Peers(mesh, cut[0]))
     if len(part.here) != len(local(tensor)):
-        raise ValueError(f"{name!r} has {len(local(tensor))} rows here, not {len(part.here)}")
+        raise ValueError(
+            f"{name!r} has {len(local(tensor))} rows on this rank, expected {len(part.here)}"
+        )
     return part
 
 

@@ -109,7 +109,7 @@ def compressible_weights(
         chosen = [name for name in chosen if (name in matching) == (option == "only")]
     if not chosen:
         raise ValueError(
-            f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave nothing out of: "
+            f"only={only!r}, skip={skip!r}, dense_ends={dense_ends} leave no weight of: "
             + list_names(names)
         )
     if only is None and skip is None:
@@ -155,10 +155,8 @@ def find_layer_weights(model: nn.Module) -> LayerWeights:
     named: dict[int, tuple[str, Tensor]] = {}
     layouts: dict[int, Layout] = {}
     embeddings: set[int] = set()
-    for (
-        path,
-        module,
-    ) in model.named_modules():  # in one pass: peft creates new parameters at every access
+    # in one pass: peft creates new parameters at every access
+    for path, module in model.named_modules():
         for name, parameter in own_parameters(path, module):
             named.setdefault(id(parameter), (name, parameter))
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

@@ -43,7 +43,7 @@ def test_text_and_operator_are_inverse(text):
         ("obs", "cannot read 'obs'"),
         ("obs@int8", "'int8' is no pattern of zeros"),
         ("obs@wanda@uniform:0.5", "cannot read 'wanda@uniform:0.5'"),
-        ("obs@uniform:1.5", "UniformTopK: sparsity 1.5 is not in [0, 1)"),
+        ("obs@uniform:1.5", "UniformTopK: sparsity must be in [0, 1), got 1.5"),
         ("obs@uniform:0.3-0.9", "uniform:0.3-0.9 is a range"),
         ("wanda@row", "cannot read 'row'; allowed: global:0.9, uniform:0.8, row:0.5"),
         ("wanda@row:x", "cannot read 'row:x'; allowed: global:0.9, uniform:0.8, row:0.5"),

@@ -115,10 +115,9 @@ def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) 
     values = parts["integers" if bits else "values"].view(-1)
     if not spec.numel:
         return False
-    apart = (
-        bits and spec.transposed is not None and not encoding.by_rows
-    )  # outputs are not contiguous
-    if apart or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
+    # outputs with a scale each are not contiguous
+    scattered = bits and spec.transposed is not None and not encoding.by_rows
+    if scattered or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
         return False
     stored = _count_stored(parts, spec) if bits else len(values)
     if bits:

@@ -100,7 +100,7 @@ def store(
     )
     parts = encode(tensor, spec, best.quantized)
     if not bool(same_bits(decode(parts, spec), tensor).all()):
-        raise RuntimeError(f"a tensor stored as {best.encoding} does not come back as it was")
+        raise RuntimeError(f"a tensor stored as {best.encoding} is not restored bit for bit")
     return spec, parts
 
 

@@ -204,7 +204,7 @@ def parse_encoding(text: str) -> Encoding:
         if not 1 <= places[0] <= places[1] <= 256:
             raise ValueError(f"{text!r} keeps {places[0]} of every {places[1]}")
     if match["size"] is not None and int(match["size"]) < 1:
-        raise ValueError(f"{text!r} has groups of nothing")
+        raise ValueError(f"{text!r} has groups of size 0")
     return Encoding(
         places,
         bits=None if match["bits"] is None else int(match["bits"]),
@@ -365,7 +365,7 @@ def _entry(name: str, plain: object) -> Entry:
     dtype = DTYPES[fields["dtype"]]
     if math.prod(shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(
-            f"{where} in its manifest has the shape {shape!r:.200}, which no memory holds"
+            f"{where} in its manifest has the shape {shape!r:.200}, too large for any memory"
         )
     most = 1 if fields["stacked"] else (1 << 63) - 1
     if groups is not None and not 1 <= groups <= most:

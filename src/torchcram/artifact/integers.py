@@ -106,9 +106,7 @@ def fit(rows: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
     """
     levels = (1 << (bits - 1)) - 1
     largest = rows.abs().amax(1, keepdim=True).to(wide(rows.dtype))
-    scales = largest / torch.full_like(
-        largest, levels
-    )  # by a tensor: by a number, CUDA rounds twice
+    scales = largest / torch.full_like(largest, levels)  # by a number, CUDA would round twice
     if not bool(torch.isfinite(scales).all()):
         return None
     scales = torch.where(scales == 0, 1, scales)

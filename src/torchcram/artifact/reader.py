@@ -43,7 +43,7 @@ class Reader:
         if MANIFEST not in header:
             raise self._bad("it is no compact file of torchcram: its header has no manifest")
         if digest(header[MANIFEST]) != header.get(CHECKSUM):
-            raise self._bad("its manifest is altered: the checksum is another one")
+            raise self._bad("its manifest is altered: the checksum does not match")
         try:
             self.manifest = Manifest.from_json(header[MANIFEST])
         except (ValueError, RecursionError) as error:
@@ -54,7 +54,7 @@ class Reader:
         if len(set(known)) != len(known):
             raise self._bad("its manifest gives one part to two tensors")
         if others := self._keys.difference(known):
-            raise self._bad(f"its manifest does not know {min(others)!r}")
+            raise self._bad(f"its manifest has no entry for {min(others)!r}")
         self.aliases: dict[str, list[str]] = {}
         for name, other in self.manifest.tied.items():
             self.aliases.setdefault(other, []).append(name)
@@ -73,7 +73,7 @@ class Reader:
         except _UNREADABLE as error:
             raise self._bad(f"it cannot be read: {error}", name) from None
         if crc32(parts) != entry.crc32 or (thorough and sha256(parts) != entry.sha256):
-            raise self._bad("altered: its checksum is another one", name)
+            raise self._bad("it is altered: the checksum does not match", name)
         return parts
 
     def decoded(self, name: str, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:

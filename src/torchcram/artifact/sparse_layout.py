@@ -50,7 +50,7 @@ def require_end(bits: Tensor, numel: int) -> None:
     """Raises ValueError if bits after the end of a mask are set."""
     spare = 8 * len(bits) - numel
     if spare and int(bits[-1]) >> (8 - spare):
-        raise ValueError("its mask goes on after its end")
+        raise ValueError("its mask has bits set after its end")
 
 
 _ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
@@ -183,7 +183,7 @@ def _cut(mask: Tensor, numel: int) -> Tensor:
 def _require_places(places: Tensor, pattern: tuple[int, int]) -> None:
     keep, group = pattern
     if group < 1 << index_width(group) and int(places.max()) >= group:
-        raise ValueError(f"a place is not in its group of {group}")
+        raise ValueError(f"an index is outside its group of {group}")
     if not bool((places.view(-1, keep).int().diff(dim=1) > 0).all()):
         raise ValueError("the places of a group do not ascend")
 
@@ -213,9 +213,8 @@ def _masks_of_indices(keep: int, group: int) -> Tensor | None:
     kept = torch.zeros(256, groups * group, dtype=torch.uint8)
     kept.scatter_(1, places.view(256, -1) + starts, 1)
     ascending = (places.view(256, groups, keep).int().diff(dim=2) > 0).all(2)
-    kept.view(256, groups, group).mul_(
-        ascending.unsqueeze(2)
-    )  # then the mask has too few bits for the values
+    # of groups that do not ascend no bit is set, which is too few for their values
+    kept.view(256, groups, group).mul_(ascending.unsqueeze(2))
     return pack(kept.flatten(), 1).view(256, -1)
 
 

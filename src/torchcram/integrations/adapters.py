@@ -50,7 +50,7 @@ def deployed_weights(model: nn.Module, weights: Weights) -> Weights:
     remaining = {id(weight) for weight in merged_weights(model).values()}
     chosen = {name: weight for name, weight in weights.items() if id(weight) in remaining}
     if not chosen:
-        raise ValueError(f"no weight is left after a merge of adapters: {list_names(weights)}")
+        raise ValueError(f"no weight remains after a merge of adapters: {list_names(weights)}")
     return chosen
 
 

@@ -92,7 +92,7 @@ class Quantize(Operator):
         return (rows / scale).round_().mul_(scale)
 
     def _scale(self, largest: Tensor) -> Tensor:
-        # by a tensor: CUDA divides by a number as a product with its inverse, unlike the CPU
+        # divides by a tensor: for a number CUDA multiplies by its inverse, unlike the CPU
         scale = largest / torch.full_like(largest, self.levels)
         return torch.where(scale == 0, 1, scale)
 

@@ -165,7 +165,7 @@ def _pair(operator: Sparsifier, levels: tuple[float, ...]) -> tuple[float, float
 def _checked(operator: Sparsifier, sparsity: float) -> float:
     number = isinstance(sparsity, Real) and not isinstance(sparsity, bool)
     if not number or not 0 <= sparsity < 1:
-        raise ValueError(f"{type(operator).__name__}: sparsity {sparsity!r} is not in [0, 1)")
+        raise ValueError(f"{type(operator).__name__}: sparsity must be in [0, 1), got {sparsity!r}")
     return float(sparsity) + 0.0  # -0.0 + 0.0 is 0.0, whose text can be read
 
 

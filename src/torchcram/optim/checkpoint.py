@@ -128,9 +128,8 @@ class TrainingState(Stateful):
         if not states:
             return
         parameters = dict(self._trained())
-        name = max(
-            states, key=lambda name: parameters[name].dim()
-        )  # the state of a scalar has the shape of its step count
+        # not a scalar, whose moments have the shape of the step count
+        name = max(states, key=lambda name: parameters[name].dim())
         known, shape = states[name], parameters[name].shape
         for other in parameters.keys() - states.keys():
             states[other] = {

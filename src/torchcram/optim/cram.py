@@ -330,8 +330,8 @@ class CrAM(Wrapper):
         if self._step_state.passes:
             passes = len(self.rule.passes)
             raise RuntimeError(
-                f"{self.rule.name} enters compressed() {passes} times before a step; "
-                f"{passes - len(self._step_state.passes)} so far"
+                f"{self.rule.name} needs compressed() {passes} times before a step, got "
+                f"{passes - len(self._step_state.passes)}"
             )
         if self._step_state.ready or self.allow_plain_steps:
             return

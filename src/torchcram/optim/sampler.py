@@ -183,19 +183,21 @@ def _checked(
     torch.Generator().set_state(generator)
     uses = dict(state["uses"])
     if not all(isinstance(o, str) and type(n) is int and n >= 0 for o, n in uses.items()):
-        raise TypeError(f"uses={uses}")
+        raise TypeError(f"uses must be counts by operator, got {uses}")
     names = state.get("weights", [])  # missing in states of version 0.1
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"weights={names!r}")
+        raise TypeError(f"weights must be a list of names, got {names!r}")
     masks = [(operator, at, dict(bits)) for operator, at, bits in state["masks"]]
     for operator, at, bits in masks:
         if not isinstance(operator, str) or type(at) is not int:
-            raise TypeError(f"masks of operator {operator!r} in pass {at!r}")
+            raise TypeError(f"masks need an operator and a pass, got {operator!r} and {at!r}")
         for name, packed in bits.items():
             if packed.dtype != torch.uint8:
-                raise TypeError(f"mask of {operator} for {name!r} in {packed.dtype}")
+                raise TypeError(
+                    f"mask of {operator} for {name!r} must be uint8, got {packed.dtype}"
+                )
             if name not in weights or packed.shape != (-(-weights[name].numel() // 8),):
-                raise ValueError(f"no weight here has the mask of {operator} for {name!r}")
+                raise ValueError(f"mask of {operator} for {name!r} fits no weight of the model")
     return generator, uses, masks
 
 

@@ -171,7 +171,7 @@ def require_damping(pruner: Pruner, damping: float) -> None:
     """Raises ValueError unless `damping` is a positive number."""
     if isinstance(damping, bool) or not 0 < damping < math.inf:
         raise ValueError(
-            f"{type(pruner).__name__}: damping is {damping!r}, allowed is what is above 0"
+            f"{type(pruner).__name__}: damping is {damping!r}, allowed are numbers above 0"
         )
 
 
@@ -253,7 +253,7 @@ class Calibration:
                 "(smaller ones), or ask for fewer gradients"
             )
         if missed := [name for name in weights if name not in reached]:
-            raise ValueError(f"no gradient reaches, on any batch: {list_names(missed)}")
+            raise ValueError(f"no gradient of any batch reaches: {list_names(missed)}")
 
     def _gradients(self, loss: Loss, weights: Weights, batch: object) -> dict[str, Tensor]:
         with torch.enable_grad():

@@ -164,7 +164,9 @@ def _optimizers_of(trainer: Trainer, module: LightningModule) -> list[CrAM]:
             "work with; DDPStrategy and ModelParallelStrategy (fully_shard) do neither"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError("training_step(dataloader_iter) does not say what its batches are")
+        raise ValueError(
+            "training_step(dataloader_iter) is not supported: CrAM needs the batches of a step"
+        )
     for optimizer in ours:
         refuse_unused_parameters(optimizer, strategy.model)
     return ours
