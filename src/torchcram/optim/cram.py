@@ -180,14 +180,14 @@ class CrAM(Wrapper):
         try:
             self._step_state.g, self._step_state.ready = g, False
             pass_ = self._next_pass()
-            self._undo.push(self._drop_copies)  # of w~
+            self._undo.push(self._drop_copies)  # made of w~
             self._backup.save(self._moved_by(pass_))  # w
             self._undo.push(self._backup.restore)
             if pass_.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if pass_.compress:
                 masks = self._compress_()  # C(w + rho g)
-            self._drop_copies()  # of w
+            self._drop_copies()  # made of w
             self._prepare_layers(pass_, masks)
             yield not self._step_state.plan.plain  # at w~
             self._require_gradients(g)
@@ -199,45 +199,6 @@ class CrAM(Wrapper):
             raise
         self._step_state.passes.pop(0)
         self._step_state.g, self._step_state.ready = None, not self._step_state.passes
-
-    def restore(self) -> None:
-        """Puts w back after a compressed pass was interrupted; `.grad` is g then.
-
-        Does nothing when no pass is under way. `step`, `compressed` and `state_dict` call it first,
-        so call it only to use the model itself after an interrupt.
-        """
-        g = self._step_state.g
-        if g is None:
-            return
-        self._shard_context.recover()
-        self._undo.unwind()
-        self._abandon(g)
-        self._step_state.g = None
-
-    def compress(self, operator: Operator | str) -> nn.Module:
-        """Returns a copy of the model with the weights compressed that were trained for it.
-
-        The same as `compress(model, operator, weights=optimizer.weights)`. If the model is wrapped
-        by DDP or compiled, the copy is of the module inside.
-
-        Args:
-            operator: Operator, or its text, such as "global:0.9".
-        """
-        self.restore()
-        model = unwrapped(self.model)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        weights = {names[id(weight)]: weight for weight in self.weights.values()}
-        return compress(model, operator, weights=weights)
-
-    @property
-    def operators(self) -> tuple[Operator, ...]:
-        """Operators that steps draw from."""
-        return self._sampler.operators
-
-    @property
-    def operator(self) -> Operator | None:
-        """Operator that was drawn last; None after a plain step and for SAM."""
-        return self._step_state.plan.operator
 
     def _next_pass(self) -> Pass:
         """Returns the pass that comes next; the first pass of a step draws the operator."""
@@ -269,15 +230,22 @@ class CrAM(Wrapper):
             direction = self._shard_context.local([gradient for _, gradient in pairs])
             gradients.add_scaled_(w, direction, self._rho_of(group) * unit)
 
-    def _select_weights(self, weights: Weights | None) -> LayerWeights:
-        """Returns the weights to compress, by default all that can be compressed."""
-        return weights_in(self.model, weights)
-
     def _compress_(self) -> Masks | None:
         """Compresses the weights with the operator that this step has drawn."""
         local = local_weights(self.weights)
         at = len(self._step_state.passes)
         return self._sampler.compress_(self._step_state.plan, local, at=at)
+
+    def _drop_copies(self) -> None:
+        """Drops the copies of the weights that autocast and FSDP have made."""
+        torch.clear_autocast_cache()
+        self._shard_context.reshard()
+
+    def _prepare_layers(self, pass_: Pass, masks: Masks | None) -> None:  # noqa: ARG002
+        """Prepares the layers for passes at w~: running statistics do not change there."""
+        statistics = FrozenStatistics(self.model)
+        self._undo.push(statistics.restore)
+        statistics.freeze()
 
     def _combine(self, pass_: Pass, g: Gradients, masks: Masks | None) -> None:
         """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
@@ -306,6 +274,20 @@ class CrAM(Wrapper):
         elif not self._guard.check(hidden + combined):
             raise_not_finite(hidden + combined, self.model, self._shard_context)
 
+    def restore(self) -> None:
+        """Puts w back after a compressed pass was interrupted; `.grad` is g then.
+
+        Does nothing when no pass is under way. `step`, `compressed` and `state_dict` call it first,
+        so call it only to use the model itself after an interrupt.
+        """
+        g = self._step_state.g
+        if g is None:
+            return
+        self._shard_context.recover()
+        self._undo.unwind()
+        self._abandon(g)
+        self._step_state.g = None
+
     def _abandon(self, g: Gradients) -> None:
         """Ends an interrupted step: `.grad` is g, and no mask that the step computed is kept."""
         self._step_state.passes = []
@@ -314,16 +296,14 @@ class CrAM(Wrapper):
         self.zero_grad()
         gradients.put_gradients(g)
 
-    def _drop_copies(self) -> None:
-        """Drops the copies of the weights that autocast and FSDP have made."""
-        torch.clear_autocast_cache()
-        self._shard_context.reshard()
-
-    def _prepare_layers(self, pass_: Pass, masks: Masks | None) -> None:  # noqa: ARG002
-        """Prepares the layers for passes at w~: running statistics do not change there."""
-        statistics = FrozenStatistics(self.model)
-        self._undo.push(statistics.restore)
-        statistics.freeze()
+    def _require_outside(self) -> None:
+        """Puts w back after an interrupt; raises RuntimeError inside a `with` block at w~."""
+        if self._step_state.g is None:
+            return
+        interrupted = self._undo.unwinding
+        self.restore()
+        if not interrupted:
+            raise RuntimeError("the weights were at the compressed point: leave compressed() first")
 
     def _require_ready(self) -> None:
         """Raises RuntimeError unless `.grad` holds g~ or a step would change nothing."""
@@ -339,21 +319,37 @@ class CrAM(Wrapper):
         if moves and gradients.gradients_of(self._parameters()):
             raise RuntimeError(PLAIN_STEP.format(base=type(self.base).__name__))
 
-    def _require_outside(self) -> None:
-        """Puts w back after an interrupt; raises RuntimeError inside a `with` block at w~."""
-        if self._step_state.g is None:
-            return
-        interrupted = self._undo.unwinding
-        self.restore()
-        if not interrupted:
-            raise RuntimeError("the weights were at the compressed point: leave compressed() first")
-
     def _require_gradients(self, g: Gradients) -> None:
         """Raises RuntimeError unless the `with` block has computed gradients at w~."""
         if self._step_state.g is not g:
             raise RuntimeError("the weights were put back to w inside compressed(), which ends it")
         if not self._step_state.plan.plain and all(p.grad is None for p in self._parameters()):
             raise RuntimeError("there is no gradient at the compressed point: run backward inside")
+
+    def compress(self, operator: Operator | str) -> nn.Module:
+        """Returns a copy of the model with the weights compressed that were trained for it.
+
+        The same as `compress(model, operator, weights=optimizer.weights)`. If the model is wrapped
+        by DDP or compiled, the copy is of the module inside.
+
+        Args:
+            operator: Operator, or its text, such as "global:0.9".
+        """
+        self.restore()
+        model = unwrapped(self.model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        weights = {names[id(weight)]: weight for weight in self.weights.values()}
+        return compress(model, operator, weights=weights)
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """Operators that steps draw from."""
+        return self._sampler.operators
+
+    @property
+    def operator(self) -> Operator | None:
+        """Operator that was drawn last; None after a plain step and for SAM."""
+        return self._step_state.plan.operator
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, g~ included: see `torch.optim.Optimizer.zero_grad`."""
@@ -372,6 +368,10 @@ class CrAM(Wrapper):
             param_group["params"] = list(param_group["params"])
         check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
         super().add_param_group(param_group)
+
+    def _select_weights(self, weights: Weights | None) -> LayerWeights:
+        """Returns the weights to compress, by default all that can be compressed."""
+        return weights_in(self.model, weights)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
