@@ -213,7 +213,7 @@ def _masks_of_indices(keep: int, group: int) -> Tensor | None:
     kept = torch.zeros(256, groups * group, dtype=torch.uint8)
     kept.scatter_(1, places.view(256, -1) + starts, 1)
     ascending = (places.view(256, groups, keep).int().diff(dim=2) > 0).all(2)
-    # of groups that do not ascend no bit is set, which is too few for their values
+    # groups that do not ascend have no bit set, which is too few for their values
     kept.view(256, groups, group).mul_(ascending.unsqueeze(2))
     return pack(kept.flatten(), 1).view(256, -1)
 

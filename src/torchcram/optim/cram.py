@@ -265,7 +265,7 @@ class CrAM(Wrapper):
         if not scaled and not self.check_finite:
             return
         combined = gradients.gradients_of(self._parameters())
-        # where g~ is not a sum with g, NaN in g would not show
+        # if g is not part of g~, NaN in g does not show there
         hidden = [] if self._step_state.plan.plain or pass_.plus else g
         if scaled:
             carry_overflow(hidden, into=combined, shard_context=self._shard_context)

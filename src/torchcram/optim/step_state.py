@@ -1,4 +1,4 @@
-"""State of one step: the backup of w, what puts it back, and random numbers to replay."""
+"""State of one step: its progress, the backup of w, the undo stack and random states."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class SparseGPT(Pruner):
             raise ValueError(f"SparseGPT: block is {self.block!r}, allowed are integers from 1")
 
     def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
-        """Prunes layer by layer; layers whose inputs cannot be observed by magnitude, first."""
+        """Prunes by magnitude the layers with hidden inputs, then the others one by one."""
         visible, hidden = split_by_visible_inputs(str(self), calibration.model, weights)
         layers = layers_of(calibration.model, visible)
         masks: dict[str, Tensor] = dict(self.pattern.compress_(hidden))
