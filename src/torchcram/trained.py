@@ -1,4 +1,4 @@
-"""Record of the weights that CrAM trained for compression.
+"""Record of the weights that CrAM trained for compression, and their names without wrappers.
 
 A model that was trained with a dense classifier loses accuracy when the classifier is compressed as
 well; compressing it warns of that.
