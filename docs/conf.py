@@ -39,7 +39,7 @@ viewcode_line_numbers = False
 nitpick_ignore_regex = [(r"py:.*", r"(?!torchcram).*")]
 nitpick_ignore = [
     ("py:class", "torchcram.layers.LayerWeights"),
-    ("py:class", "torchcram.operators.registry.Kind"),  # type variables
+    ("py:class", "torchcram.operators.parse.Kind"),  # type variables
     ("py:class", "torchcram.pruners.parse.Kind"),
 ]
 

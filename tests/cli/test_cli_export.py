@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_the_earlier_file(run):
         (["--format", "pickle"], "--format pickle: allowed are torchcram, safetensors, transf"),
         (["--values", "int8"], "--values int8: allowed are fp32, fp16, bf16"),
         (["--values", "fp16", "--format", "onnx"], "only --format torchcram gets smaller by tha"),
-        (["--embeddings", "int8"], "embeddings 'int8': there are none in the model"),
+        (["--embeddings", "int8"], "embeddings 'int8': the model has none"),
         (["--embeddings", "int8", "--format", "safetensors"], "only --format torchcram gets sma"),
         (["--format", "transformers"], "convnet-digits is no model of Transformers"),
         (["--to", "top:0.5"], "cannot read 'top:0.5'"),

@@ -128,7 +128,10 @@ def test_layers_that_nm_leaves_dense_are_in_the_log_once(trained, data, caplog):
         (found, _) = measured(trained, data, ["nm:2:4", "nm:2:4+int8"])
         measured(trained, data, ["nm:2:4"])
     assert [record.message for record in caplog.records] == [
-        "nm:2:4 leaves dense, their input dimension being no multiple of 4: features.0.weight"
+        (
+            "nm:2:4 leaves dense the layers whose input dimension is no multiple of 4: "
+            "features.0.weight"
+        )
     ]
     assert 0.4 < found.sparsity < 0.5
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from fuzz.mutations import NUMBERS, change_bytes, change_data, value
 from torchcram import artifact, compress_, parse_operator
-from torchcram.artifact.decode import _expected
-from torchcram.artifact.encoding import DTYPES, TensorSpec, parse_encoding
+from torchcram.artifact.codec import _expected
+from torchcram.artifact.format import DTYPES, TensorSpec, parse_encoding
 from torchcram.artifact.integers import same_bits
 
 CODES = {

@@ -120,7 +120,7 @@ def _operators(text: str) -> Listing:
 
 def _registered() -> Iterator[tuple[str, str, str]]:
     """Yields a row for every operator and pruner of other packages, the broken ones too."""
-    from torchcram.operators.registry import OPERATORS as REGISTERED
+    from torchcram.operators.parse import OPERATORS as REGISTERED
     from torchcram.pruners.parse import PRUNERS
 
     for names, form in ((REGISTERED, "{}:..."), (PRUNERS, "{}@PATTERN")):

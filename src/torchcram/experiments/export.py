@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import artifact
-from torchcram.artifact.embeddings import find_tables, round_tables
+from torchcram.artifact.writer import find_tables, round_tables
 from torchcram.experiments.evaluation.compressed_models import compressed_models, score_on_test
 from torchcram.experiments.io.files import (
     folder_written_aside,

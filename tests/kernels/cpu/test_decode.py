@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 from test_expand import bits_of
 
-from torchcram.artifact.bits import pack, packed_size
-from torchcram.artifact.integers import read_integers
+from torchcram.artifact.integers import pack, packed_size, read_integers
 from torchcram.kernels.cpu import library
 from torchcram.kernels.cpu.checksum import checksum
 from torchcram.kernels.cpu.expand import count_ones, decode_, rows_of_table

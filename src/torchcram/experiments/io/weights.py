@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram import artifact
-from torchcram.artifact.reader import MANIFEST
+from torchcram.artifact.format import MANIFEST
 from torchcram.experiments.io.files import write_atomically
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torchcram.experiments.tasks.base import (
 from torchcram.experiments.tasks.images import ImageClassification
 from torchcram.experiments.tasks.question_answering import QuestionAnswering
 from torchcram.experiments.tasks.sentence_classification import SentenceClassification
-from torchcram.operators.registry import Registry
+from torchcram.operators.parse import Registry
 
 if TYPE_CHECKING:
     from torchcram.experiments.data.config import DataConfig, TextConfig

@@ -1,4 +1,4 @@
-"""The stored parts of a tensor back to it."""
+"""Encodes tensors into the parts that a file stores, and decodes them again."""
 
 from __future__ import annotations
 
@@ -7,33 +7,74 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchcram.artifact.bits import CHUNK, packed_size
-from torchcram.artifact.encoding import MASK, TensorSpec
-from torchcram.artifact.integers import read_integers
+from torchcram.artifact.format import MASK, TensorSpec
+from torchcram.artifact.integers import (
+    CHUNK,
+    Quantized,
+    as_integers,
+    pack,
+    packed_size,
+    read_integers,
+)
 from torchcram.artifact.sparse_layout import (
     Values,
     count_kept,
+    fill_up,
     index_width,
     mask_of_indices,
     place_by_indices_,
     place_by_mask_,
     require_end,
     require_indices,
+    write_indices,
+    write_mask,
 )
 from torchcram.kernels.cpu.expand import decode_
 
 
+def encode(
+    tensor: Tensor, spec: TensorSpec, quantized: Quantized | None = None
+) -> dict[str, Tensor]:
+    """Returns the parts that `decode` turns back into the tensor.
+
+    Args:
+        tensor: Tensor to store, contiguous and on the CPU.
+        spec: Specification of the tensor, with its encoding.
+        quantized: Integers and scales, for an encoding with bits.
+    """
+    encoding = spec.encoding
+    flat = (spec.to_rows(tensor) if encoding.by_rows else tensor).reshape(-1)
+    stored: dict[str, Tensor] = {}
+    kept = None
+    if encoding.places is not None:
+        kept = as_integers(flat) != 0  # -0.0 is not stored as a zero
+        if encoding.places == MASK:
+            stored["mask"] = write_mask(kept)
+        else:
+            kept = fill_up(kept, *encoding.pattern)
+            stored["indices"] = write_indices(kept, encoding.pattern[1])
+    if encoding.bits is None or quantized is None:
+        values = tensor if kept is None else flat[kept]
+        return {**stored, "values": values.to(encoding.values or tensor.dtype)}
+    codes = quantized.codes
+    if not encoding.by_rows:
+        codes = spec.from_rows(codes).view(-1)
+    codes = codes if kept is None else codes[kept]
+    codes = codes.view(torch.uint8).bitwise_and((1 << encoding.bits) - 1)
+    return {**stored, "integers": pack(codes, encoding.bits), "scales": quantized.scales}
+
+
 def decode(parts: Mapping[str, Tensor], spec: TensorSpec, out: Tensor | None = None) -> Tensor:
-    """Returns the tensor that parts stand for.
+    """Returns the tensor that parts encode.
 
     Args:
         parts: Parts by name.
         spec: Specification of the tensor.
-        out: Tensor of the same shape to write to; without one it gets memory of its own. It is not
-            touched where the parts are refused.
+        out: Tensor of the same shape to write to; by default new memory. It stays unchanged if the
+            parts are invalid.
 
     Raises:
-        ValueError: if the parts are not those of such a tensor.
+        ValueError: If the parts are not those of such a tensor.
     """
     require_decodable(parts, spec)
     flat = _memory_of(out, spec)
@@ -43,20 +84,20 @@ def decode(parts: Mapping[str, Tensor], spec: TensorSpec, out: Tensor | None = N
         return tensor if out is None else out.copy_(tensor)
     _decoded(flat, parts, spec)
     assert out is not None  # noqa: S101
-    if not out.is_inference():  # compiled code writes unseen; autograd is to know of it
+    if not out.is_inference():  # autograd does not see what compiled code writes
         torch.autograd.graph.increment_version(out)
     return out
 
 
 def _memory_of(out: Tensor | None, spec: TensorSpec) -> Tensor | None:
-    """Returns the memory of `out` where values can be put without detours."""
+    """Returns the memory of `out` if values can be written to it directly."""
     if out is None or out.device.type != "cpu" or not out.dtype == spec.dtype == spec.computed_in:
         return None
     return out.view(-1) if spec.in_order and out.is_contiguous() else None
 
 
 def _decoded(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Fills memory with the values; returns them as the tensor they are."""
+    """Fills `flat` with the values; returns them in shape and type of the tensor."""
     if not _fill_at_once_(flat, parts, spec):
         return _scaled(_fill_(flat, parts, spec), parts, spec)
     tensor = spec.from_rows(flat) if spec.encoding.by_rows else flat.view(spec.shape)
@@ -64,18 +105,19 @@ def _decoded(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Ten
 
 
 def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> bool:
-    """Puts the stored values to their places, times their scales, by compiled code.
+    """Fills `flat` with stored values times their scales, by compiled code.
 
     Returns:
-        False, with nothing done, where there is none or it is not for such a tensor.
+        Whether it was done; False without compiled code, or if it does not support such a tensor.
     """
     encoding = spec.encoding
     bits, scales = encoding.bits or 0, parts.get("scales")
     values = parts["integers" if bits else "values"].view(-1)
     if not spec.numel:
         return False
-    apart = bits and spec.transposed is not None and not encoding.by_rows  # outputs are not rows
-    if apart or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
+    # outputs with a scale each are not contiguous
+    scattered = bits and spec.transposed is not None and not encoding.by_rows
+    if scattered or flat.dtype != torch.float32 or not (bits or values.dtype == torch.float32):
         return False
     stored = _count_stored(parts, spec) if bits else len(values)
     if bits:
@@ -98,7 +140,7 @@ def _fill_at_once_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) 
 
 
 def _fill_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Puts the stored values to their places; integers are as yet without their scale."""
+    """Fills `flat` with stored values; integers are not multiplied by their scales yet."""
     encoding = spec.encoding
     values = _values(parts, spec)
     if encoding.places is None:
@@ -112,7 +154,7 @@ def _fill_(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tenso
 
 
 def _scaled(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Multiplies by the scales and brings everything to its shape."""
+    """Multiplies by the scales, if any, and returns the values in the shape of the tensor."""
     if spec.encoding.bits is None:
         return spec.from_rows(flat) if spec.encoding.by_rows else flat.view(spec.shape)
     scales = parts["scales"]
@@ -125,6 +167,7 @@ def _scaled(flat: Tensor, parts: Mapping[str, Tensor], spec: TensorSpec) -> Tens
 
 
 def _values(parts: Mapping[str, Tensor], spec: TensorSpec) -> Values:
+    """Returns the stored values, which are read some at a time."""
     bits, dtype = spec.encoding.bits, spec.computed_in
     if bits is None:
         flat = parts["values"].view(-1)
@@ -135,7 +178,7 @@ def _values(parts: Mapping[str, Tensor], spec: TensorSpec) -> Values:
 
 
 def _count_stored(parts: Mapping[str, Tensor], spec: TensorSpec) -> int:
-    """Returns how many values are stored."""
+    """Returns the number of stored values."""
     if spec.encoding.places is None:
         return spec.numel
     if spec.encoding.places == MASK:
@@ -145,16 +188,16 @@ def _count_stored(parts: Mapping[str, Tensor], spec: TensorSpec) -> int:
 
 
 def require_parts(parts: Mapping[str, Tensor], spec: TensorSpec) -> None:
-    """Raises ValueError for parts of other types and sizes than such a tensor has."""
+    """Raises ValueError unless the parts have the types and sizes of such a tensor."""
     for name, (kind, size) in _expected(spec).items():
         _require(name, parts[name], kind, size)
 
 
 def require_decodable(parts: Mapping[str, Tensor], spec: TensorSpec) -> None:
-    """Raises ValueError for parts that are not those of a tensor, whatever the reason.
+    """Raises ValueError for parts that cannot be decoded.
 
-    Parts that pass are decoded without an error, so that a model of which all parts have passed can
-    be written to.
+    Parts that pass are decoded without an error, so that a model may be written to once all its
+    parts have passed.
     """
     require_parts(parts, spec)
     bits, places = spec.encoding.bits, spec.encoding.places
@@ -173,12 +216,12 @@ def require_decodable(parts: Mapping[str, Tensor], spec: TensorSpec) -> None:
 
 
 def _has_other_bytes(values: Tensor) -> bool:
-    """Returns whether booleans hold bytes that torch neither writes nor expects."""
+    """Returns whether booleans hold bytes other than 0 and 1, which torch never writes."""
     return bool((values.view(torch.uint8) > 1).any())
 
 
 def _expected(spec: TensorSpec) -> dict[str, tuple[torch.dtype, int | None]]:
-    """Returns type and size of every part; None where only the mask tells it."""
+    """Returns type and size of every part; a size is None if it depends on the mask."""
     expected: dict[str, tuple[torch.dtype, int | None]] = {}
     encoding, numel = spec.encoding, spec.numel
     stored: int | None = numel
@@ -206,8 +249,11 @@ def _require_groups(spec: TensorSpec, group: int) -> None:
 
 
 def _require(name: str, part: Tensor, dtype: torch.dtype, size: int | None) -> None:
+    """Raises ValueError unless a part has this type and size."""
     if part.dtype != dtype or (size is not None and part.numel() != size):
-        wanted = "any" if size is None else size
-        raise ValueError(f"its {name} are {part.numel()} of {part.dtype}, not {wanted} of {dtype}")
+        expected = "any" if size is None else size
+        raise ValueError(
+            f"its {name} are {part.numel()} of {part.dtype}, not {expected} of {dtype}"
+        )
     if name != "values" and part.dim() != 1:
         raise ValueError(f"its {name} have the shape {tuple(part.shape)}, not one dimension")
