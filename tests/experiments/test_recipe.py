@@ -326,8 +326,8 @@ def test_files_that_extend_each_other_are_refused(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the whole is None; allowed: a section"),
-        ("- 1", r"the whole is \[1\]; allowed: a section"),
+        ("", "the document is None; allowed: a section"),
+        ("- 1", r"the document is \[1\]; allowed: a section"),
         ("title: x", "data is missing; allowed: a section"),
         ("extends: 3", "extends: there is no recipe '3'; allowed: a name"),
         ("extends: cifar10/resnet20/sgb", r"extends: .*did you mean 'cifar10/resnet20/sgd'"),
