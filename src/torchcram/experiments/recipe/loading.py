@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchcram.experiments.io import yaml_text
 from torchcram.experiments.io.dataclass_io import build, did_you_mean
+from torchcram.experiments.io.files import slug
 from torchcram.experiments.models import short_name, with_absolute_path
 from torchcram.experiments.recipe.family import RecipeFamily
 from torchcram.experiments.recipe.schema import Recipe
@@ -230,4 +231,4 @@ def _name_for(settings: Mapping[str, Any], method: str) -> str:
         section = settings.get(key)
         name = section.get("name") if isinstance(section, dict) else None
         parts.insert(0, short_name(str(name)))
-    return "/".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).lstrip("._-") for part in parts)
+    return "/".join(slug(part).lstrip("._-") for part in parts)
