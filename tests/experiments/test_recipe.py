@@ -423,6 +423,15 @@ def test_a_file_extends_a_recipe_of_a_family(write):
     assert recipe.cram.operators == ("int3",)
 
 
+def test_the_family_in_the_documentation_is_in_order(write):
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    path = write(re.search(r"```yaml\n(base:.*?)```", text, re.DOTALL)[1])
+    assert load_recipe(f"{path}:plain").train.epochs == 10
+    assert load_recipe(f"{path}:int4-short").train.epochs == 5
+    assert load_recipe(f"{path}:digits/wide/int4").model.name.endswith("nets.py:mlp")
+    assert load_recipe(f"{path}:cifar10/resnet20/int4").cram.operators == ("int4",)
+
+
 def test_a_family_that_extends_itself_is_refused(write):
     path = write("base: {extends: mine.yaml:a}\nmethods: {a: {title: A}}")
     with pytest.raises(ValueError, match=r"mine\.yaml:a extends itself"):

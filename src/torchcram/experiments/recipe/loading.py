@@ -156,9 +156,7 @@ def _parse(file: Traversable, where: str) -> object:
 
 def _family(settings: object, where: str) -> RecipeFamily | None:
     """Returns the family that a file has, or None where it has a single recipe."""
-    if isinstance(settings, dict) and not settings.keys().isdisjoint(
-        ("base", "methods", "variants")
-    ):
+    if isinstance(settings, dict) and settings.keys() & {"base", "methods", "variants"}:
         return build(RecipeFamily, settings, where)
     return None
 
