@@ -440,7 +440,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path, data, name):
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "the whole is"),
+        ("[]", "the document is"),
         ('{"seed": "0"}', "seed is '0'"),
         ("wrong versions", "versions is 7"),
     ],

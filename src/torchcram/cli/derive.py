@@ -69,7 +69,8 @@ def finetune(
     """
     with errors_in_a_line(), stoppable():
         from torchcram.cli.derive_runs import train_on
-        from torchcram.experiments.recipe.overrides import as_name, finetune_recipe, read_at
+        from torchcram.experiments.io.files import slug
+        from torchcram.experiments.recipe.overrides import finetune_recipe, read_at
         from torchcram.experiments.sweep import read_grid
         from torchcram.experiments.training.run_folder import read_run
 
@@ -86,7 +87,7 @@ def finetune(
         train_on(
             run,
             at,
-            out or _beside(run, f"finetune-{as_name(read_at(at))}"),
+            out or _beside(run, f"finetune-{slug(read_at(at))}"),
             recipe=finetune_recipe(given, at, epochs=epochs, overrides=sets or ()),
             recipes=recipes,
             new_head=False,
@@ -121,8 +122,9 @@ def transfer(
     """
     with errors_in_a_line(), stoppable():
         from torchcram.cli.derive_runs import train_on
+        from torchcram.experiments.io.files import slug
         from torchcram.experiments.recipe import load_recipe
-        from torchcram.experiments.recipe.overrides import as_name, read_at, transfer_recipe
+        from torchcram.experiments.recipe.overrides import read_at, transfer_recipe
         from torchcram.experiments.training.run_folder import read_run
 
         check_epochs(epochs, sets)
@@ -134,7 +136,7 @@ def transfer(
         train_on(
             run,
             at,
-            out or _beside(run, f"transfer-{as_name(read_at(at))}-{as_name(target.name)}"),
+            out or _beside(run, f"transfer-{slug(read_at(at))}-{slug(target.name)}"),
             recipe=recipe,
             recipes={(): recipe},
             new_head=True,

@@ -16,10 +16,11 @@ from torchcram.experiments.io.files import (
     folder_written_aside,
     naming_errors,
     remove_leftovers,
+    slug,
 )
 from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.recipe.build import build_batches, target_weights
-from torchcram.experiments.recipe.overrides import as_name, with_targets
+from torchcram.experiments.recipe.overrides import with_targets
 from torchcram.experiments.results_store import as_result, require_same_data
 from torchcram.files import temporary_folder
 from torchcram.pruners import parse_pruner
@@ -137,7 +138,7 @@ def export(
             target = _rounded_(
                 small.model, trained, data, target=target, to=to, rounding=rounding, device=device
             )
-        path = to / f"{as_name(target.operator)}{ENDINGS[kind]}"
+        path = to / f"{slug(target.operator)}{ENDINGS[kind]}"
         with naming_errors(path):
             _write(
                 small.model, trained, data, target=target, path=path, kind=kind, rounding=rounding

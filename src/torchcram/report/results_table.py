@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.evaluation.results import Result, TargetResult, mean
+from torchcram.experiments.io.files import slug
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE, as_name
+from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 from torchcram.report.table import NOTICEABLE
@@ -136,7 +137,7 @@ def _further_cell(found: Mapping[str, Result], method: str, kind: str, target: s
     for word, mark in TRAINED_ON.items():
         if kind.endswith(word):
             operator = kind.removesuffix(word) + target
-            on = found.get(f"{method}{mark}{as_name(operator)}")
+            on = found.get(f"{method}{mark}{slug(operator)}")
             return "" if on is None else _cell(on, operator)
     return _cell(found[method], kind + target)
 

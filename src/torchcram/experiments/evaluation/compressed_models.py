@@ -22,6 +22,7 @@ import torch
 
 from torchcram import compress, sparsity, tune_batchnorm_
 from torchcram.experiments.evaluation.results import TargetResult, mean, std
+from torchcram.experiments.io.files import slug
 from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe.build import build_batches, target_weights
@@ -220,8 +221,7 @@ def one_shot(
     ):
         result = small.result()
         if save_to is not None and ranks.is_first:
-            name = result.operator.replace(":", "-")
-            save_model(small.model, save_to / f"{name}.safetensors")
+            save_model(small.model, save_to / f"{slug(result.operator, '+@')}.safetensors")
         if progress is not None:
             progress(result)
         results.append(result)
