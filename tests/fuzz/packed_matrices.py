@@ -7,7 +7,7 @@ import torch
 
 from fuzz.mutations import NUMBERS, change_bytes
 from torchcram.kernels.cpu.library import find, has_int8
-from torchcram.runtime.cpu import ops, ops_conv, ops_int8  # noqa: F401  what is registered there is used
+from torchcram.runtime.cpu import ops  # noqa: F401  registers the operators
 from torchcram.runtime.cpu.packing import (
     Geometry,
     check_packed,

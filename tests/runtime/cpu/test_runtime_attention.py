@@ -7,7 +7,6 @@ from sparse_cases import relative_error, sparse_model
 from torch.nn import functional
 
 from torchcram.kernels.cpu import library
-from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
 from torchcram.runtime.cpu.bert_fusion import SelfAttention
 from torchcram.runtime.cpu.prepare import prepare
 

@@ -7,7 +7,7 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.cpu.modules import SparseConv2d
-from torchcram.runtime.cpu.ops_conv import images_innermost
+from torchcram.runtime.cpu.ops import images_innermost
 from torchcram.runtime.cpu.packing import (
     FOURS,
     PAIRS,

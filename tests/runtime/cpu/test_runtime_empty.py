@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from torchcram.kernels.cpu.library import has_int8, kernels
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
 from torchcram.runtime.cpu.bert_fusion import ResidualNorm, SelfAttention
 from torchcram.runtime.cpu.candidates import geometry_of
 from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8

@@ -13,7 +13,7 @@ from torchcram.runtime import prepare
 from torchcram.runtime.cpu import candidates
 from torchcram.runtime.cpu.candidates import LayerInput, geometry_of
 from torchcram.runtime.cpu.modules import SparseConv2d
-from torchcram.runtime.cpu.ops_conv import images_innermost, is_channels_last
+from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = needs_kernels

@@ -11,7 +11,7 @@ from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu import ops, ops_conv, ops_int8, packing  # noqa: F401  registers the operators
+from torchcram.runtime.cpu import ops, packing  # noqa: F401  registers the operators
 from torchcram.runtime.cpu.packing import (
     FOURS,
     PAIRS,

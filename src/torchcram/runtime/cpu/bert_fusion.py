@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcram.runtime.cpu import ops_attention  # noqa: F401  what is registered there is used
 from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
 from torchcram.runtime.cpu.modules import SparseFeedForward, SparseLinear
 

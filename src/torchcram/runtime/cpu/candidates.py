@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchcram.runtime.cpu.int8 import SparseLinearInt8
 from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
-from torchcram.runtime.cpu.ops_conv import images_innermost, is_channels_last
+from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
 
 if TYPE_CHECKING:

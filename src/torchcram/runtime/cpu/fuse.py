@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from torchcram.runtime.cpu.int8 import SparseLinearInt8
 from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
-from torchcram.runtime.cpu.ops_conv import images_innermost
+from torchcram.runtime.cpu.ops import images_innermost
 
 _RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
 _ADD: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")

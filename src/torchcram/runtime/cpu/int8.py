@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime.cpu import ops, ops_int8  # noqa: F401  what is registered there is used
+from torchcram.runtime.cpu import ops
 from torchcram.runtime.cpu.modules import PackedLayer
 from torchcram.runtime.cpu.packing import pack_int8
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime.cpu import ops, ops_conv
+from torchcram.runtime.cpu import ops
 from torchcram.runtime.cpu.packing import (
     Geometry,
     check_packed,
@@ -111,7 +111,7 @@ class SparseConv2d(PackedLayer):
         super().__init__(pack_images(weight, geometry) if by_images else pack_linear(weight), bias)
         self.out_channels, self.in_channels = weight.shape[:2]
         self.geometry, self.by_images, self.relu = geometry, by_images, relu
-        self.channels_last = ops_conv.is_channels_last(weight)
+        self.channels_last = ops.is_channels_last(weight)
         pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
         self._numbers = [number for pair in pairs for number in pair]
 
@@ -135,7 +135,7 @@ class SparseConv2d(PackedLayer):
     @property
     def weight(self) -> Tensor:
         """The dense weight, unpacked anew each time."""
-        return ops_conv.unpack_conv2d(
+        return ops.unpack_conv2d(
             *(self.packed, self.in_channels, self.out_channels, self._numbers),
             by_images=self.by_images,
         )
