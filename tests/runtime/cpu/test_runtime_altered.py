@@ -14,8 +14,13 @@ from sparse_cases import sparse_weight
 
 from torchcram.kernels.cpu.library import has_int8
 from torchcram.runtime.cpu import packing
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
 from torchcram.runtime.cpu.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
 
 pytestmark = needs_kernels

@@ -12,8 +12,13 @@ from torchcram.kernels.cpu.library import has_int8, kernels
 from torchcram.runtime import prepare
 from torchcram.runtime.cpu.bert_fusion import ResidualNorm, SelfAttention
 from torchcram.runtime.cpu.candidates import geometry_of
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
 
 pytestmark = needs_kernels
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="this machine has no AVX-512 VNNI")

@@ -10,7 +10,7 @@ from torch.nn import functional
 import torchcram
 from torchcram.kernels.cpu import library
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseFeedForwardInt8, SparseLinearInt8
 
 pytestmark = [
     needs_kernels,

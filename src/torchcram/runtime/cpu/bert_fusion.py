@@ -15,8 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.modules import (
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

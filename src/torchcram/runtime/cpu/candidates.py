@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime.cpu.int8 import SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear, SparseLinearInt8
 from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
 

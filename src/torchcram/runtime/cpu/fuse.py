@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from torchcram.runtime.cpu.int8 import SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
+from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear, SparseLinearInt8
 from torchcram.runtime.cpu.ops import images_innermost
 
 _RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
