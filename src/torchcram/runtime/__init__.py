@@ -4,7 +4,7 @@
 """
 
 from torchcram.kernels.cpu.library import available
-from torchcram.runtime.cpu.candidates import Choice
 from torchcram.runtime.cpu.prepare import prepare, report
+from torchcram.runtime.cpu.replace_layers import Choice
 
 __all__ = ["Choice", "available", "prepare", "report"]

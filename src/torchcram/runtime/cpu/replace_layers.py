@@ -1,28 +1,294 @@
-"""Exchanging the layers of a model for sparse ones."""
+"""Sparse layers in place of dense ones where the kernels pay: measured on the shapes in use."""
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import has_int8
-from torchcram.runtime.cpu.candidates import (
-    Choice,
-    LayerInput,
-    Races,
-    by_measure,
-    by_rule,
-    candidates,
-    may_be_channels_last,
-    sparsity_of,
-    unsupported_reason,
-)
-from torchcram.runtime.cpu.modules import PackedLayer
+from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d, SparseLinear, SparseLinearInt8
+from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
+from torchcram.runtime.cpu.packing import Geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a model is called with: a tensor, arguments, or keyword arguments."""
+
+Races = dict[str, dict[str, float]]
+"""The milliseconds of each way to run a layer, by its description."""
+
+
+class Rule(NamedTuple):
+    """What a layer must have to become sparse where nothing is measured.
+
+    Attributes:
+        sparsity: Least fraction of zeros in its weight.
+        weights: Least number of its weights, zeros included.
+    """
+
+    sparsity: float
+    weights: int
+
+
+# Of these even the least favourable input, one token or one small image, is about as fast as dense.
+RULES = {"Linear": Rule(0.9, 2**19), "Conv2d": Rule(0.8, 2**15)}
+_LEAST = 0.3  # sparsity below which nothing is measured: there is nothing to gain
+_MARGIN = 1.05  # a layer alone may win by less and lose among others
+_ROUNDS, _SECONDS = 15, 0.2  # of measuring one layer, at most
+_MANY_IMAGES = 9  # from here on their panels may pay
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer receives, which is what it is timed with.
+
+    Attributes:
+        shape: Sizes of its dimensions.
+        stride: Distances of neighbours in memory, by dimension; None for a contiguous tensor.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> LayerInput:
+        """Returns the description of a tensor."""
+        return cls(tuple(x.shape), None if x.is_contiguous() else x.stride())
+
+    def sample(self) -> Tensor:
+        """Returns random numbers that lie in memory as the input did."""
+        if self.stride is None:
+            return torch.randn(self.shape)
+        pairs = zip(self.shape, self.stride, strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+        return torch.randn(extent).as_strided(self.shape, self.stride)
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        if self.stride is None:
+            return sizes
+        x = torch.empty_strided(self.shape, self.stride, device="meta")
+        channels_last = len(self.shape) == 4 and is_channels_last(x)
+        return f"{sizes} ({'channels_last' if channels_last else 'not contiguous'})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was done with one layer.
+
+    Attributes:
+        name: Name of the layer in the model.
+        kind: the name of its class.
+        sparsity: Fraction of zeros in its weight.
+        sparse: whether it runs on the sparse kernels now.
+        reason: why, or why not.
+        dense_ms: how long it takes dense, where that was measured.
+        sparse_ms: how long it takes on the sparse kernels.
+    """
+
+    name: str
+    kind: str
+    sparsity: float
+    sparse: bool
+    reason: str
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+
+    def __str__(self) -> str:
+        state = "sparse" if self.sparse else "dense"
+        return f"{self.name} ({self.kind}, {self.sparsity:.1%} zeros): {state}, {self.reason}"
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the layers of `model` that might get sparse weights, by name; a shared one once."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, nn.Conv2d)  # subclasses may do more
+    }
+
+
+def unsupported_reason(layer: nn.Module) -> str | None:
+    """Returns why the kernels cannot run a layer, or None where they can."""
+    weight = layer.weight
+    if not isinstance(weight, Tensor) or weight.dtype != torch.float32:
+        return f"its weight is {getattr(weight, 'dtype', 'no tensor')}, not float32"
+    if weight.device.type != "cpu":
+        return f"it is on {weight.device}, not on the CPU"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    if isinstance(layer, nn.Conv2d):
+        if layer.groups != 1:
+            return f"it has {layer.groups} groups"
+        if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+            return f"its padding is {layer.padding!r} ({layer.padding_mode})"
+    return None
+
+
+def sparsity_of(layer: nn.Module) -> float:
+    """Returns the fraction of zeros in the weight of a layer."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)  # noqa: S101
+    return 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
+
+
+def sparse_version(layer: nn.Module, *, by_images: bool = False, int8: bool = False) -> nn.Module:
+    """Returns the same layer on the sparse kernels."""
+    if isinstance(layer, nn.Linear):
+        return (SparseLinearInt8 if int8 else SparseLinear)(layer.weight, layer.bias)
+    assert isinstance(layer, nn.Conv2d)  # noqa: S101
+    return SparseConv2d(layer.weight, layer.bias, geometry_of(layer), by_images=by_images)
+
+
+def geometry_of(layer: nn.Conv2d) -> Geometry:
+    """Returns the geometry of a convolution."""
+    pairs = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    (a, b), (c, d), (e, f), (g, h) = (tuple(map(int, pair)) for pair in pairs)
+    return Geometry((a, b), (c, d), (e, f), (g, h))
+
+
+def by_rule(
+    name: str, layer: nn.Module, *, may_be_channels_last: bool, int8: bool = False
+) -> tuple[Choice, nn.Module | None]:
+    """Decides without measuring; returns the new layer where there is one.
+
+    Args:
+        name: Name of the layer.
+        layer: Dense layer.
+        may_be_channels_last: Whether convolutions of the model may receive inputs in the
+            channels_last format; see `may_be_channels_last`.
+        int8: Whether 8 bits are allowed.
+    """
+    kind, sparsity = type(layer).__name__, sparsity_of(layer)
+    rule, weight = RULES[kind], layer.weight
+    assert isinstance(weight, Tensor)  # noqa: S101
+    problem = None
+    if round(sparsity, 3) < rule.sparsity:  # 90 % of many weights is seldom a whole number of them
+        problem = f"fewer than {rule.sparsity:.0%} zeros"
+    elif weight.numel() < rule.weights:
+        problem = f"fewer than {rule.weights} weights"
+    elif kind == "Conv2d" and may_be_channels_last:
+        problem = "the model has grouped convolutions or weights in the channels_last format"
+    if problem is not None:
+        reason = f"{problem}, and nothing was measured without an example"
+        return Choice(name, kind, sparsity, False, reason), None
+    reason = f"at least {rule.sparsity:.0%} zeros and {rule.weights} weights; not measured"
+    return Choice(name, kind, sparsity, True, reason), sparse_version(layer, int8=int8)
+
+
+def may_be_channels_last(model: nn.Module) -> bool:
+    """Returns whether convolutions of a model may be faster in the channels_last format.
+
+    The sparse kernels transpose such inputs and outputs, which may cost more than they save.
+    Weights tell the format, and models with grouped convolutions often permute dimensions
+    themselves.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return any(layer.groups > 1 for layer in layers) or any(
+        is_channels_last(layer.weight) for layer in layers if type(layer) is nn.Conv2d
+    )
+
+
+def by_measure(
+    name: str,
+    layer: nn.Module,
+    received: LayerInput,
+    *,
+    races: Races,
+    int8: bool = False,
+    innermost: bool = False,
+) -> tuple[Choice, nn.Module | None]:
+    """Times a layer on an input like the one it receives, and returns the sparse one if faster.
+
+    Args:
+        name: Name of the layer.
+        layer: Dense layer.
+        received: Shape and strides of its input.
+        races: Times measured before; layers alike are measured once.
+        int8: Whether 8 bits are allowed.
+        innermost: Whether neighbouring layers for panels of images hand each other images
+            innermost, so that none of them transposes.
+    """
+    kind, sparsity = type(layer).__name__, sparsity_of(layer)
+    if sparsity < _LEAST and not int8:
+        return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
+    alike = f"{layer} {received.shape} {received.stride} {sparsity:.2f}"
+    if alike not in races:
+        races[alike] = _measure(layer, received, int8=int8, innermost=innermost)
+    times = dict(races[alike])
+    dense_ms = times.pop("dense")
+    best = min(times, key=times.__getitem__)
+    if times.get("int8", float("inf")) < 1.1 * times[best]:
+        best = "int8"  # neighbours that compute alike can be fused
+    pays = _MARGIN * times[best] < dense_ms
+    reason = (
+        f"the sparse kernel alone is {dense_ms / times[best]:.2f} times as fast as dense on "
+        f"{received} ({times[best]:.3g} ms, dense {dense_ms:.3g} ms)"
+    )
+    reason += "" if pays else f", less than the {_MARGIN} times that count as faster"
+    choice = Choice(name, kind, sparsity, pays, reason, dense_ms, times[best])
+    new = sparse_version(layer, by_images=best == "by_images", int8=best == "int8")
+    return choice, new if pays else None
+
+
+def _measure(
+    layer: nn.Module, received: LayerInput, *, int8: bool = False, innermost: bool = False
+) -> dict[str, float]:
+    x = received.sample()
+    work: dict[str, Callable[[], object]] = {
+        "dense": functools.partial(layer, x),
+        "sparse": functools.partial(sparse_version(layer), x),
+    }
+    if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
+        images = images_innermost(x) if innermost else x
+        with suppress(ValueError):  # a kernel that is too large for panels of images
+            work["by_images"] = functools.partial(sparse_version(layer, by_images=True), images)
+    if isinstance(layer, nn.Linear) and int8:
+        work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
+    with torch.no_grad():
+        return _race(work)
+
+
+class ModelTimes(NamedTuple):
+    """Milliseconds that a model takes as a whole.
+
+    Attributes:
+        dense: With dense layers.
+        sparse: With those sparse layers that are faster than dense ones.
+    """
+
+    dense: float
+    sparse: float
+
+
+def time_models(dense: Callable[[], object], sparse: Callable[[], object]) -> ModelTimes:
+    """Times two ways to run a model."""
+    return ModelTimes(**_race({"dense": dense, "sparse": sparse}))
+
+
+def _race(work: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Returns the least time of each in milliseconds; they take turns."""
+    best = dict.fromkeys(work, float("inf"))
+    end = None
+    for turn in range(_ROUNDS + 1):
+        for key, call in work.items():
+            start = time.perf_counter()
+            call()
+            if turn:  # the first warms up
+                best[key] = min(best[key], 1000 * (time.perf_counter() - start))
+        end = end or time.perf_counter() + _SECONDS
+        if turn > 2 and time.perf_counter() > end:
+            break
+    return best
 
 
 def replace_layers_(
