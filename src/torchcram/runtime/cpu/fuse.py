@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -220,39 +219,3 @@ def _refresh_(model: fx.GraphModule) -> None:
     model.graph.lint()
     model.delete_all_unused_submodules()
     model.recompile()
-
-
-def outputs_close(a: object, b: object, relative: float) -> bool:
-    """Returns whether two outputs of a model agree; what cannot be compared does not.
-
-    Args:
-        a: tensors, and whatever holds them: lists, tuples, mappings, dataclasses.
-        b: likewise.
-        relative: what finite numbers may differ by, of the largest of a tensor.
-    """
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and _tensors_close(a, b, relative)
-    if type(a) is not type(b):
-        return False
-    if dataclasses.is_dataclass(a):
-        return outputs_close(vars(a), vars(b), relative)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(outputs_close(a[k], b[k], relative) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(
-            outputs_close(x, y, relative) for x, y in zip(a, b, strict=True)
-        )
-    return bool(a == b) if isinstance(a, (bool, int, float, str)) else a is None
-
-
-def _tensors_close(a: Tensor, b: Tensor, relative: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return bool(torch.equal(a, b))
-    finite = a.isfinite()
-    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # infinities with their signs
-        return False
-    a, b = a[finite], b[finite]
-    scale = float(a.abs().max()) if a.numel() else 0.0
-    return bool(torch.allclose(a, b, rtol=0, atol=relative * scale + 1e-12))

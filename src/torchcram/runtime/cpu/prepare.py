@@ -15,7 +15,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
 from torchcram.runtime.cpu.bert_fusion import fuse_encoder_
-from torchcram.runtime.cpu.fuse import as_graph, fuse_tails_, lay_images_innermost_, outputs_close
+from torchcram.runtime.cpu.fuse import as_graph, fuse_tails_, lay_images_innermost_
 from torchcram.runtime.cpu.modules import SparseConv2d
 from torchcram.runtime.cpu.replace_layers import (
     Choice,
@@ -27,6 +27,7 @@ from torchcram.runtime.cpu.replace_layers import (
     replace_layers_,
     time_models,
 )
+from torchcram.runtime.outputs import outputs_close
 from torchcram.weights import layer_weights
 
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # to the largest output: rounding, no more

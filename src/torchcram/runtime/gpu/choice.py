@@ -14,6 +14,7 @@ from torch import nn
 from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_linear
 from torchcram.runtime.gpu.rules import why_not_int4, why_not_int8, why_not_sparse
 from torchcram.runtime.gpu.timing import count_copies, gpu_milliseconds
+from torchcram.runtime.outputs import tensor_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,5 +141,4 @@ def gives_the_same(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
 
 def agree(found: Tensor, expected: Tensor) -> bool:
     """Whether two results in 16 bits are the same but for rounding."""
-    error = (found.float() - expected.float()).abs().max()
-    return bool(error <= TOLERANCE * expected.float().abs().max())
+    return tensor_error(expected, found).relative <= TOLERANCE
