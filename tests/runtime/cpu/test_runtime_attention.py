@@ -7,7 +7,7 @@ from sparse_cases import relative_error, sparse_model
 from torch.nn import functional
 
 from torchcram.kernels.cpu import library
-from torchcram.runtime.cpu.bert_fusion import SelfAttention
+from torchcram.runtime.cpu.fuse import SelfAttention
 from torchcram.runtime.cpu.prepare import prepare
 
 pytestmark = needs_kernels

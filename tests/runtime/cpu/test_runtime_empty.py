@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from torchcram.kernels.cpu.library import has_int8, kernels
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu.bert_fusion import ResidualNorm, SelfAttention
+from torchcram.runtime.cpu.fuse import ResidualNorm, SelfAttention
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,

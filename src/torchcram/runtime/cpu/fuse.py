@@ -1,18 +1,39 @@
-"""Models as graphs: batch norm folded into convolutions, ReLU and additions into sparse layers."""
+"""Fusion: sparse layers take over the operations around them.
+
+Models that `torch.fx` can trace are fused as graphs: batch norms are folded into convolutions, and
+sparse layers compute the activation and the residual addition that follow them.
+
+Encoders like BERT, as Transformers writes them, are fused module by module. Nothing is imported
+from Transformers; the parts are recognised by the names of their children:
+
+    output(h, x) = LayerNorm(dense(h) + x)           with children dense, LayerNorm, dropout
+    intermediate(x) = intermediate_act_fn(dense(x))  with children dense, intermediate_act_fn
+    self(x) = softmax(query(x) key(x)^T) value(x)    with children query, key, value, dropout
+"""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear, SparseLinearInt8
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
 from torchcram.runtime.cpu.ops import images_innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
 _ADD: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -21,6 +42,9 @@ _FUNCTIONS: Mapping[object, str] = {
     functional.gelu: "gelu",
     functional.silu: "silu",
 }
+
+
+# Graphs
 
 
 def as_graph(model: nn.Module) -> fx.GraphModule | None:
@@ -78,7 +102,7 @@ def fuse_tails_(model: fx.GraphModule) -> None:
             _fuse_convolution_(model, modules, node, layer)
         elif isinstance(layer, (SparseLinear, SparseLinearInt8)):
             after = _only_user(node)
-            activation = _activation(modules, after)
+            activation = _node_activation(modules, after)
             if after is not None and activation is not None and layer.activation == "none":
                 layer.activation = activation
                 _merge_(model, after, node)
@@ -99,7 +123,7 @@ def _fuse_convolution_(
             model.graph.erase_node(after)
             model.graph.erase_node(node)
             node, after = new, _only_user(new)
-    if after is not None and _activation(modules, after) == "relu":
+    if after is not None and _node_activation(modules, after) == "relu":
         layer.relu = True
         _merge_(model, after, node)
 
@@ -162,7 +186,7 @@ def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
 def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     """Returns whether the outputs of a node lie in memory as its inputs do, whatever that is."""
     idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
-    return idle or _is_call(node, _ADD) or _activation(modules, node) is not None
+    return idle or _is_call(node, _ADD) or _node_activation(modules, node) is not None
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
@@ -183,7 +207,7 @@ def _is_call(node: fx.Node, targets: tuple[object, ...]) -> bool:
     return node.op in ("call_function", "call_method") and node.target in targets
 
 
-def _activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
+def _node_activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
     """Returns the name of the activation that a node is, if it is one."""
     if node is None:
         return None
@@ -219,3 +243,119 @@ def _refresh_(model: fx.GraphModule) -> None:
     model.graph.lint()
     model.delete_all_unused_submodules()
     model.recompile()
+
+
+# Encoders like BERT
+
+_OUTPUT = {"dense", "LayerNorm", "dropout"}
+_INTERMEDIATE = {"dense", "intermediate_act_fn"}
+_ATTENTION = {"query", "key", "value", "dropout"}
+_SIZES = ("num_attention_heads", "attention_head_size")
+
+
+class ResidualNorm(nn.Module):
+    """y = LayerNorm(layer(h) + x).
+
+    Args:
+        layer: takes what is to be added as its second argument.
+        norm: the layer norm.
+    """
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        """Returns y."""
+        y: Tensor = self.norm(self.layer(h, x))
+        return y
+
+
+class SelfAttention(nn.Module):
+    """softmax(Q K^T scale) V of all heads at once.
+
+    Args:
+        original: what does it where there is a mask or a cache.
+        heads: how many.
+        scale: of the products.
+    """
+
+    def __init__(self, original: nn.Module, heads: int, scale: float) -> None:
+        super().__init__()
+        self.original, self.heads, self.scale = original, heads, scale
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
+        """Returns the outputs of all heads, and no weights."""
+        given = any(each is not None and each is not False for each in (*args, *kwargs.values()))
+        if given or x.dim() != 3:
+            whole: tuple[Tensor | None, ...] = self.original(x, *args, **kwargs)
+            return whole
+        parts = [getattr(self.original, name)(x) for name in ("query", "key", "value")]
+        return torch.ops.torchcram.attention(*parts, self.heads, self.scale), None
+
+
+def fuse_encoder_(model: nn.Module) -> bool:
+    """Fuses what it recognises, in place; returns whether there was anything."""
+    found = _fuse_attention_(model)
+    for module in list(model.modules()):
+        output = _parts(getattr(module, "output", None), _OUTPUT)
+        dense = output.get("dense")
+        if not isinstance(dense, (SparseLinear, SparseLinearInt8)):
+            continue
+        between = _parts(getattr(module, "intermediate", None), _INTERMEDIATE)
+        first, activation = (
+            between.get("dense"),
+            _function_activation(between.get("intermediate_act_fn")),
+        )
+        layer: nn.Module = dense
+        if activation is None:
+            pass
+        elif isinstance(first, SparseLinear) and isinstance(dense, SparseLinear):
+            layer = SparseFeedForward(first, dense, activation=activation)
+            module.intermediate = nn.Identity()
+        elif isinstance(first, SparseLinearInt8) and isinstance(dense, SparseLinearInt8):
+            layer = SparseFeedForwardInt8(first, dense, activation=activation)
+            module.intermediate = nn.Identity()
+        elif isinstance(first, (SparseLinear, SparseLinearInt8)):
+            first.activation = activation
+            module.intermediate = first
+        module.output = ResidualNorm(layer, output["LayerNorm"])
+        found = True
+    return found
+
+
+def _fuse_attention_(model: nn.Module) -> bool:
+    found = False
+    for module in list(model.modules()):
+        original = getattr(module, "self", None)
+        layers = _parts(original, _ATTENTION)
+        heads, size = (getattr(original, name, None) for name in _SIZES)
+        if not isinstance(original, nn.Module) or not isinstance(size, int) or size % 16:
+            continue
+        sparse = any(isinstance(each, (SparseLinear, SparseLinearInt8)) for each in layers.values())
+        if sparse and isinstance(heads, int) and not getattr(original, "is_decoder", False):
+            module.self = SelfAttention(original, heads, size**-0.5)
+            found = True
+    return found
+
+
+def _parts(module: object, names: set[str]) -> dict[str, nn.Module]:
+    """Returns the children of a module if they have these names, else none."""
+    children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+    return children if children.keys() == names else {}
+
+
+def _function_activation(function: nn.Module | None) -> str | None:
+    """Returns the name of an activation, recognised by what it does."""
+    if function is None:
+        return None
+    x = torch.linspace(-6, 6, 101)
+    known: dict[str, Callable[[Tensor], Tensor]] = {
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+        "silu": functional.silu,
+    }
+    for name, candidate in known.items():
+        if torch.allclose(function(x.clone()), candidate(x), atol=1e-6):
+            return name
+    return None

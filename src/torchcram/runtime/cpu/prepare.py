@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
-from torchcram.runtime.cpu.bert_fusion import fuse_encoder_
-from torchcram.runtime.cpu.fuse import as_graph, fuse_tails_, lay_images_innermost_
+from torchcram.runtime.cpu.fuse import as_graph, fuse_encoder_, fuse_tails_, lay_images_innermost_
 from torchcram.runtime.cpu.modules import SparseConv2d
 from torchcram.runtime.cpu.replace_layers import (
     Choice,
