@@ -23,9 +23,8 @@ from timing import machine
 from torch import Tensor, nn
 
 from torchcram import NM, Operator, Quantize
-from torchcram.runtime.gpu.choice import agree
 from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_linear
-from torchcram.runtime.gpu.timing import count_copies, gpu_milliseconds
+from torchcram.runtime.gpu.prepare import agree, count_copies, gpu_milliseconds
 from torchcram.runtime.onnx.integers import find_integers
 from torchcram.weights import LayerWeights
 

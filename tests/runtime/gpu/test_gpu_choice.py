@@ -4,10 +4,16 @@ from nets import ConvNet, mlp
 from torch import nn
 
 from torchcram import NM, Quantize, compress, compressible_weights
-from torchcram.runtime.gpu import choice as gpu_choice
-from torchcram.runtime.gpu.choice import Chooser, agree
-from torchcram.runtime.gpu.prepare import count_rows, layers_of, prepare_gpu, why_left
-from torchcram.runtime.gpu.timing import count_copies
+from torchcram.runtime.gpu import prepare as gpu_prepare
+from torchcram.runtime.gpu.prepare import (
+    Chooser,
+    agree,
+    count_copies,
+    count_rows,
+    layers_of,
+    prepare_gpu,
+    why_left,
+)
 from torchcram.runtime.onnx.integers import find_integers
 
 
@@ -31,10 +37,10 @@ def measured(monkeypatch):
         asked.append(kind)
         return times.get("Linear" if kind == "deepcopy" else kind)
 
-    monkeypatch.setattr(gpu_choice, "_milliseconds", milliseconds)
-    monkeypatch.setattr(gpu_choice, "gives_the_same", lambda *_: True)
-    monkeypatch.setattr(gpu_choice, "sparse_linear", lambda *_: nn.Identity())
-    gpu_choice.sparse_linear.__name__ = "sparse_linear"
+    monkeypatch.setattr(gpu_prepare, "_milliseconds", milliseconds)
+    monkeypatch.setattr(gpu_prepare, "gives_the_same", lambda *_: True)
+    monkeypatch.setattr(gpu_prepare, "sparse_linear", lambda *_: nn.Identity())
+    gpu_prepare.sparse_linear.__name__ = "sparse_linear"
     return times, asked
 
 
@@ -46,7 +52,7 @@ def test_the_fastest_kernel_is_taken(measured):
     choice, faster = chooser.choose("fc", layer, 384, integers=integers)
     assert (choice.name, choice.kernel, choice.speedup) == ("fc", "int8", 2.0)
     assert choice.reason == "2:4 1.25 x dense, int8 2.00 x dense, at 384 rows"
-    assert isinstance(faster, gpu_choice.Int8Linear)
+    assert isinstance(faster, gpu_prepare.Int8Linear)
     chooser.choose("fc2", layer, 384, integers=integers)
     assert asked == ["deepcopy", "sparse_linear", "Int8Linear"]  # the same shape: measured once
     chooser.choose("fc2", layer, 16, integers=integers)
@@ -70,7 +76,7 @@ def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
     times.update(sparse_linear=0.8, Int8Linear=0.5)
     layer, integers = layer_and_integers()
     chooser, answers = Chooser(), iter([True, False])
-    monkeypatch.setattr(gpu_choice, "gives_the_same", lambda *_: next(answers))
+    monkeypatch.setattr(gpu_prepare, "gives_the_same", lambda *_: next(answers))
     assert chooser.choose("one", layer, 16, integers=integers)[0].kernel == "int8"
     choice, made = chooser.choose("two", layer, 16, integers=integers)
     assert (choice.kernel, made) == ("dense", None)
@@ -80,8 +86,8 @@ def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
 def test_what_gives_the_same_is_seen_from_outputs():
     layer = nn.Linear(8, 4)
     other = nn.Linear(8, 4)
-    assert gpu_choice.gives_the_same(layer, layer, 5)
-    assert not gpu_choice.gives_the_same(other, layer, 5)
+    assert gpu_prepare.gives_the_same(layer, layer, 5)
+    assert not gpu_prepare.gives_the_same(other, layer, 5)
 
 
 def test_what_cannot_be_run_stays_dense(measured):
@@ -100,7 +106,7 @@ def test_whatever_a_kernel_raises_it_has_no_time(error):
             raise error
 
     layer, _ = layer_and_integers()
-    assert gpu_choice._milliseconds(Failing, layer, 4) is None
+    assert gpu_prepare._milliseconds(Failing, layer, 4) is None
 
 
 def test_what_does_not_fit_is_never_measured(measured):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,17 +13,50 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.operators import as_operator
-from torchcram.runtime.gpu.choice import Chooser, LayerChoice
-from torchcram.runtime.gpu.rules import DTYPES
+from torchcram.runtime.gpu.layers import (
+    DTYPES,
+    Int4Linear,
+    Int8Linear,
+    sparse_linear,
+    why_not_int4,
+    why_not_int8,
+    why_not_sparse,
+)
 from torchcram.runtime.onnx.integers import find_integers, quantizer_of
+from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchcram.operators import Operator
     from torchcram.runtime.onnx.integers import Integers
     from torchcram.weights import LayerWeights, Weights
 
 __all__ = ["LayerChoice", "Prepared", "prepare_gpu"]
+
+LEAST = 1.05  # how much faster a layer has to be to be replaced
+TOLERANCE = 0.02  # of the largest output, between two ways to compute in 16 bits
+CACHE = 128 * 2**20  # bytes, more than a GPU keeps of the weights of the last run
+MOST = 64  # copies of a layer
+BUDGET = 30.0  # milliseconds that one measurement may take
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """How a layer runs, and why.
+
+    Attributes:
+        name: of the layer.
+        kernel: "dense", "2:4", "int8" or "int4".
+        speedup: of the fastest that could be measured, over dense on the real shape.
+        reason: in words.
+    """
+
+    name: str
+    kernel: str
+    speedup: float | None
+    reason: str
 
 
 class Prepared(NamedTuple):
@@ -154,3 +190,158 @@ def _replaced(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
 
 def _to_gpu(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to("cuda", dtype if value.is_floating_point() else value.dtype)
+
+
+# The fastest kernel of a layer
+
+
+class Kernel(NamedTuple):
+    """A way to run a layer: why it cannot be taken, None where it can, and how to make it."""
+
+    why_not: str | None
+    make: Callable[[], nn.Module]
+
+
+class Chooser:
+    """Chooses for one layer after another; layers of the same shape are measured once."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[object, ...], float | None] = {}
+
+    @torch.no_grad()
+    def choose(
+        self, name: str, layer: nn.Linear, rows: int, *, integers: Integers | None
+    ) -> tuple[LayerChoice, nn.Module | None]:
+        """Returns what a layer is to run by, and the layer in its place; None where it stays.
+
+        Args:
+            name: of the layer.
+            layer: on the GPU.
+            rows: how many rows its input has.
+            integers: of its weight, where that is quantized; on the GPU.
+        """
+        kernels = kernels_for(layer, integers)
+        usable = {kind: kernel for kind, kernel in kernels.items() if kernel.why_not is None}
+        if not usable:
+            reasons = dict.fromkeys(str(kernel.why_not) for kernel in kernels.values())
+            return LayerChoice(name, "dense", None, "; ".join(reasons)), None
+        dense = self._time("dense", partial(copy.deepcopy, layer), layer, rows)
+        times = {kind: self._time(kind, one.make, layer, rows) for kind, one in usable.items()}
+        speedups = {
+            kind: dense / time
+            for kind, time in times.items()
+            if time is not None and dense is not None
+        }
+        if not speedups:
+            reason = f"{', '.join(usable)}: cannot be run here, or gives something else"
+            return LayerChoice(name, "dense", None, reason), None
+        best = max(speedups, key=speedups.__getitem__)
+        measured = ", ".join(f"{kind} {value:.2f} x dense" for kind, value in speedups.items())
+        reason = f"{measured}, at {rows} rows"
+        if speedups[best] < LEAST:
+            return LayerChoice(name, "dense", speedups[best], reason), None
+        made = usable[best].make()
+        if not gives_the_same(made, layer, rows):  # another layer of this shape was measured
+            reason = f"{best} gives something else with these weights"
+            return LayerChoice(name, "dense", speedups[best], reason), None
+        return LayerChoice(name, best, speedups[best], reason), made
+
+    def _time(
+        self, kind: str, make: Callable[[], nn.Module], layer: nn.Linear, rows: int
+    ) -> float | None:
+        key = (kind, *layer.weight.shape, layer.weight.dtype, layer.bias is None, rows)
+        if key not in self._times:
+            self._times[key] = _milliseconds(make, layer, rows)
+        return self._times[key]
+
+
+def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel]:
+    """Returns all kernels, with the reasons of those that do not fit a layer."""
+    weight, bias, dtype = layer.weight.detach(), layer.bias, layer.weight.dtype
+    sparse = Kernel(why_not_sparse(weight, dtype), partial(sparse_linear, weight, bias))
+    if integers is None:
+        return {"2:4": sparse, "integers": Kernel("not quantized", partial(copy.deepcopy, layer))}
+    int8 = Kernel(why_not_int8(integers, dtype), partial(Int8Linear, integers, bias))
+    int4 = Kernel(why_not_int4(integers, dtype), partial(Int4Linear, integers, bias))
+    return {"2:4": sparse, "int8": int8, "int4": int4}
+
+
+def _milliseconds(make: Callable[[], nn.Module], layer: nn.Linear, rows: int) -> float | None:
+    """Times a layer; None where it cannot be run on this GPU or gives something else."""
+    weight = layer.weight
+    try:
+        first = make()
+        if not gives_the_same(first, layer, rows):
+            return None
+        count = count_copies(weight.numel() * weight.element_size())
+        copies = [first, *(make() for _ in range(count - 1))]
+        x = _random_rows(layer, rows)
+        return gpu_milliseconds([partial(one, x) for one in copies])
+    except Exception:  # noqa: BLE001  no kernel in this torch or for this GPU, or it fails to compile
+        return None
+
+
+def _random_rows(layer: nn.Linear, rows: int) -> Tensor:
+    weight = layer.weight
+    return torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
+
+
+def gives_the_same(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
+    """Whether a layer gives what the dense one does, but for rounding, on random rows."""
+    x = _random_rows(layer, rows)
+    return agree(made(x), layer(x))
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results in 16 bits are the same but for rounding."""
+    return tensor_error(expected, found).relative <= TOLERANCE
+
+
+# Time on the GPU alone
+
+
+def count_copies(weight_bytes: int) -> int:
+    """Returns how many copies of a layer to run in turn, for its weights to come from memory.
+
+    In a model they do, too: by the time a layer runs again, the others have taken its place.
+    """
+    return max(1, min(MOST, -(-CACHE // max(weight_bytes, 1))))
+
+
+@torch.no_grad()
+def gpu_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Returns the time of one call: the median of several replays of all, as a CUDA graph.
+
+    Args:
+        calls: to run one after another. Where all of them take longer than the budget, they are
+            run once, without a graph.
+    """
+    calls[0]()  # compiles and chooses
+    torch.cuda.synchronize()
+    first = _elapsed(calls[0])
+    if first > BUDGET:
+        return first
+    calls = calls[: max(1, int(BUDGET / max(first, 1e-3)))]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    one = _elapsed(graph.replay)
+    repeats = max(3, min(20, int(BUDGET / max(one, 1e-3))))
+    return statistics.median(_elapsed(graph.replay) for _ in range(repeats)) / len(calls)
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
