@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchcram import NM, Operator, Quantize
 from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_linear
 from torchcram.runtime.gpu.prepare import agree, count_copies, gpu_milliseconds
-from torchcram.runtime.onnx.integers import find_integers
+from torchcram.runtime.integers import find_integers
 from torchcram.weights import LayerWeights
 
 SHAPES = {  # outputs, inputs

@@ -14,7 +14,7 @@ from torchcram.runtime.gpu.prepare import (
     prepare_gpu,
     why_left,
 )
-from torchcram.runtime.onnx.integers import find_integers
+from torchcram.runtime.integers import find_integers
 
 
 def layer_and_integers(*, bits=8):

@@ -14,7 +14,7 @@ from torchcram.runtime.gpu.layers import (
     why_not_int8,
     why_not_sparse,
 )
-from torchcram.runtime.onnx.integers import find_integers
+from torchcram.runtime.integers import find_integers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

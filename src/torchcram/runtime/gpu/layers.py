@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchcram.weights import cuda_kernels
 
 if TYPE_CHECKING:
-    from torchcram.runtime.onnx.integers import Integers
+    from torchcram.runtime.integers import Integers
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 32, 64  # of 2:4 weights: CUTLASS's multiples; cuSPARSELt's are 16 and 16

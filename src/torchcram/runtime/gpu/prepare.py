@@ -22,7 +22,7 @@ from torchcram.runtime.gpu.layers import (
     why_not_int8,
     why_not_sparse,
 )
-from torchcram.runtime.onnx.integers import find_integers, quantizer_of
+from torchcram.runtime.integers import find_integers, quantizer_of
 from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchcram.operators import Operator
-    from torchcram.runtime.onnx.integers import Integers
+    from torchcram.runtime.integers import Integers
     from torchcram.weights import LayerWeights, Weights
 
 __all__ = ["LayerChoice", "Prepared", "prepare_gpu"]

@@ -22,6 +22,12 @@ from torchcram.files import written_aside
 from torchcram.operators import as_operator
 from torchcram.operators.parse import parse_without_pruners
 from torchcram.passes import eval_mode
+from torchcram.runtime.integers import (
+    find_integers,
+    find_quantizer,
+    quantizer_of,
+    stored_bits,
+)
 from torchcram.runtime.onnx.check import check, check_dims, check_dtypes, check_example
 from torchcram.runtime.onnx.example import Example
 from torchcram.runtime.onnx.graph import (
@@ -31,12 +37,6 @@ from torchcram.runtime.onnx.graph import (
     optimize,
     put_integers,
     strip,
-)
-from torchcram.runtime.onnx.integers import (
-    find_integers,
-    find_quantizer,
-    quantizer_of,
-    stored_bits,
 )
 from torchcram.weights import layer_weights, weights_in
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from torch.onnx import ONNXProgram
 
-    from torchcram.runtime.onnx.integers import Integers
+    from torchcram.runtime.integers import Integers
 
 
 class Stored(NamedTuple):
