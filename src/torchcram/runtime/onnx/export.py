@@ -10,13 +10,15 @@ import copy
 import importlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torchcram.files import written_aside
 from torchcram.operators import as_operator
@@ -28,8 +30,6 @@ from torchcram.runtime.integers import (
     quantizer_of,
     stored_bits,
 )
-from torchcram.runtime.onnx.check import check, check_dims, check_dtypes, check_example
-from torchcram.runtime.onnx.example import Example
 from torchcram.runtime.onnx.graph import (
     Stored,
     free_names,
@@ -38,11 +38,10 @@ from torchcram.runtime.onnx.graph import (
     put_integers,
     strip,
 )
+from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
     from torch.export import Dim
     from torch.onnx import ONNXProgram
@@ -53,6 +52,9 @@ if TYPE_CHECKING:
 
 OPSET = 21  # the first with int4 and with one scale per block
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+TOLERANCE = 1e-4  # of the largest finite magnitude of an output
+CONSTANTS = (type(None), bool, int, float, str)
+"""Types of arguments that are no inputs of the file: their values are fixed in it."""
 LARGEST = 2**31 - 2**20  # what a file can hold, with room for the graph
 
 
@@ -277,3 +279,187 @@ def _check_size(program: ONNXProgram) -> None:
     )
     if size > LARGEST:
         raise ValueError(f"the weights take {size / 2**30:.1f} GiB; one ONNX file holds 2")
+
+
+# Inputs
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a model is called with.
+
+    Attributes:
+        values: Tensors and constants, by the name of the argument or, in order, by its position.
+        named: Whether they are keyword arguments.
+    """
+
+    values: Mapping[Any, object]
+    named: bool
+
+    @classmethod
+    def of(cls, given: object) -> Example:
+        """Reads an example as `torchcram.runtime.prepare` takes it.
+
+        Raises:
+            ValueError: saying what was given and what is allowed.
+        """
+        if isinstance(given, Mapping):
+            values = dict(given)
+        elif isinstance(given, (Tensor, tuple)):
+            values = dict(enumerate(given if isinstance(given, tuple) else (given,)))
+        else:
+            raise ValueError(
+                "example must be a tensor, a tuple of arguments or a mapping of keyword arguments, "
+                f"got {type(given).__name__}"
+            )
+        named = isinstance(given, Mapping)
+        for key, value in values.items():
+            if named and not isinstance(key, str):
+                raise ValueError(f"example has the key {key!r}, which is no name of an argument")
+            if not isinstance(value, (Tensor, *CONSTANTS)):
+                raise ValueError(
+                    f"example[{key!r}] is {type(value).__name__}; allowed are tensors, and None, "
+                    "bool, int, float and str, which are fixed in the file"
+                )
+        if not any(isinstance(value, Tensor) for value in values.values()):
+            raise ValueError("example is empty: one tensor for each input is needed")
+        return cls(values, named)
+
+    @property
+    def tensors(self) -> dict[Any, Tensor]:
+        """The inputs of the file, in order."""
+        return {key: value for key, value in self.values.items() if isinstance(value, Tensor)}
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the inputs."""
+        return [tuple(value.shape) for value in self.tensors.values()]
+
+    @property
+    def args(self) -> tuple[object, ...]:
+        """The arguments by position."""
+        return () if self.named else tuple(self.values.values())
+
+    @property
+    def kwargs(self) -> dict[str, object]:
+        """The arguments by name."""
+        return dict(self.values) if self.named else {}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Example:
+        """Returns the example with every tensor changed."""
+        return self.with_tensors([change(value) for value in self.tensors.values()])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
+        """Returns the example with other tensors in place of its own, in order."""
+        return replace(
+            self, values={**self.values, **dict(zip(self.tensors, tensors, strict=True))}
+        )
+
+    def for_each_tensor(self, values: Sequence[Any]) -> dict[str, Any] | tuple[Any, ...]:
+        """Returns the arguments with other values for the tensors and None for the constants."""
+        known = dict(zip(self.tensors, values, strict=True))
+        every = {key: known.get(key) for key in self.values}
+        return every if self.named else tuple(every.values())
+
+    def run(self, model: nn.Module) -> object:
+        """Calls a model with it."""
+        return model(*self.args, **self.kwargs)
+
+
+# Checks
+
+
+def check_example(example: Example, dynamic_batch: bool, input_names: Sequence[str] | None) -> None:
+    """Refuses inputs without a first dimension in common, and names that are not one for each."""
+    shapes = example.shapes
+    sizes = {shape[:1] for shape in shapes}
+    if dynamic_batch and (len(sizes) > 1 or sizes & {(), (0,)}):
+        raise ValueError(
+            f"inputs of shapes {shapes} have no batch dimension in common, the first of each; "
+            "dynamic_batch=False fixes all of them"
+        )
+    if input_names is not None and len(input_names) != len(shapes):
+        raise ValueError(f"{len(shapes)} inputs, but the input_names are {list(input_names)}")
+
+
+def check_dims(example: Example, dynamic_dims: Sequence[Mapping[int, object]] | None) -> None:
+    """Refuses dimensions that inputs do not have, the batch, and those of size 1."""
+    if dynamic_dims is None:
+        return
+    shapes = example.shapes
+    if len(dynamic_dims) != len(shapes):
+        raise ValueError(f"{len(shapes)} inputs, but dynamic_dims has {len(dynamic_dims)} entries")
+    for index, (shape, some) in enumerate(zip(shapes, dynamic_dims, strict=True)):
+        for dim in some:
+            if not 1 <= dim < len(shape) or shape[dim] < 2:
+                raise ValueError(
+                    f"dynamic_dims[{index}] has dimension {dim!r} of an input of shape "
+                    f"{shape}; allowed: from 1 on, of size 2 or more"
+                )
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Refuses a model with floats other than float32, by name."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
+            raise ValueError(
+                f"{name!r} is {value.dtype}: only float32 can be exported. To quantize as well, "
+                "convert by model.float() first, then compress"
+            )
+
+
+def check(path: Path, model: nn.Module, batches: Sequence[Example]) -> None:
+    """Compares ONNX Runtime on the CPU with PyTorch.
+
+    Args:
+        path: Path of the file.
+        model: Model on the CPU, in eval mode.
+        batches: Inputs of several sizes.
+
+    Raises:
+        ValueError: naming the output and the batch that differ, or what cannot be run.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors only
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ValueError(f"ONNX Runtime cannot run the model: {error}") from error
+    inputs = [one.name for one in session.get_inputs()]
+    outputs = [one.name for one in session.get_outputs()]
+    for batch in batches:
+        expected = [one for one in tree_leaves(batch.run(model)) if isinstance(one, Tensor)]
+        tensors = batch.tensors
+        keys = inputs if set(inputs) == set(tensors) else list(tensors)  # else they are renamed
+        given = {name: tensors[key].numpy() for name, key in zip(inputs, keys, strict=True)}
+        where = f"on inputs of {' and '.join(map(str, batch.shapes))}"
+        try:
+            found = session.run(None, given)
+        except Exception as error:
+            raise ValueError(f"ONNX Runtime fails {where}: {error}") from error
+        if len(found) != len(expected):
+            raise ValueError(f"ONNX has {len(found)} outputs, PyTorch {len(expected)}")
+        for name, ours, theirs in zip(outputs, expected, found, strict=True):
+            difference = compare(ours, torch.as_tensor(theirs))
+            if difference is not None:
+                raise ValueError(f"output {name!r} differs {where}: {difference}")
+
+
+def compare(expected: Tensor, found: Tensor) -> str | None:
+    """Returns what is different, None where it is within the tolerance.
+
+    Infinite values are to be in the same places. What is not a float is to be equal.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        shapes = f"{tuple(found.shape)} of {found.dtype} in ONNX Runtime"
+        return f"{shapes}, {tuple(expected.shape)} of {expected.dtype} in PyTorch"
+    error, largest = tensor_error(expected, found)
+    allowed = TOLERANCE * largest
+    if error <= allowed:
+        return None
+    if not expected.is_floating_point():
+        return f"{int((found != expected).sum())} of {expected.numel()} values"
+    return f"by {error:.3g} where {allowed:.3g} is allowed"
