@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from torchcram.kernels.cpu.expand import rows_of_table
+from torchcram.kernels.cpu.decode import rows_of_table
 
 CHUNK = 1 << 17  # numbers at a time: what they need meanwhile stays in the cache
 

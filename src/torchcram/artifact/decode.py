@@ -20,7 +20,7 @@ from torchcram.artifact.sparse_layout import (
     require_end,
     require_indices,
 )
-from torchcram.kernels.cpu.expand import decode_
+from torchcram.kernels.cpu.decode import decode_
 
 
 def decode(parts: Mapping[str, Tensor], spec: TensorSpec, out: Tensor | None = None) -> Tensor:

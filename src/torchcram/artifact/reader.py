@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchcram.artifact.decode import decode, require_decodable, require_parts
 from torchcram.artifact.manifest import Entry, Manifest, digest
-from torchcram.kernels.cpu.checksum import checksum
+from torchcram.kernels.cpu.decode import checksum
 from torchcram.trained import mark_trained
 
 if TYPE_CHECKING:

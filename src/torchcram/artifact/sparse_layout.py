@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
 from torchcram.artifact.integers import as_integers
-from torchcram.kernels.cpu.expand import count_ones, expand_
+from torchcram.kernels.cpu.decode import count_ones, expand_
 
 Array = npt.NDArray[np.bool_]
 

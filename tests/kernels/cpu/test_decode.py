@@ -12,8 +12,7 @@ from test_expand import bits_of
 from torchcram.artifact.bits import pack, packed_size
 from torchcram.artifact.integers import read_integers
 from torchcram.kernels.cpu import library
-from torchcram.kernels.cpu.checksum import checksum
-from torchcram.kernels.cpu.expand import count_ones, decode_, rows_of_table
+from torchcram.kernels.cpu.decode import checksum, count_ones, decode_, rows_of_table
 
 pytestmark = needs_kernels
 COUNTS = st.sampled_from([0, 1, 7, 8, 63, 64, 65, 200, 2047, 2048, 2049, 5000])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 
 from torchcram.kernels.cpu import library
-from torchcram.kernels.cpu.expand import expand_
+from torchcram.kernels.cpu.decode import expand_
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 
