@@ -1,12 +1,108 @@
-"""Builds the kernels in place: `python -m torchcram.runtime.build`."""
+"""Compiles the CPU kernels with the system's C++ compiler: `python -m torchcram.runtime.build`.
+
+The library is written into the package. This file needs the standard library alone, so that the
+build of the package can run it before torch is installed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from torchcram.kernels.cpu.compiling import LIBRARY, build
+KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "cpu"
+SOURCES = KERNELS / "csrc"
+LIBRARY = KERNELS / "libtorchcram.so"
+
+# for every machine alike
+_UNITS = ("api", "check", "checksum", "decode", "expand", "fours", "pack", "parallel")
+_COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+_SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer"]
+_SANITIZE += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+_AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
+_LEVELS = {
+    "avx512": ["-DTORCHCRAM_AVX512", *_AVX512, "-mprefer-vector-width=512"],
+    "avx2": ["-DTORCHCRAM_AVX2", "-mavx2", "-mfma"],
+    "portable": [],
+}
+
+
+def compiler() -> list[str] | None:
+    """Returns the C++ compiler: CXX, which may have arguments, or else g++ or clang++."""
+    named = os.environ.get("CXX")
+    for words in [shlex.split(named)] if named else [["g++"], ["clang++"]]:
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
+    return None
+
+
+def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = False) -> Path:
+    """Compiles the kernels into `target` and returns it.
+
+    Args:
+        target: Library to write.
+        sanitize: Whether errors of memory and undefined behaviour end the process with a report
+            (AddressSanitizer and UBSan); LD_PRELOAD has to name libasan, libubsan and libstdc++.
+        faults: Whether tests can make an allocation fail, by `torchcram_fail_allocation`.
+
+    Raises:
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    found = compiler()
+    if found is None or sys.platform == "win32":
+        raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
+    without = []
+    if x86 and not _takes(found, levels["avx512"]):  # an old one, which still has AVX2
+        del levels["avx512"]
+        without = ["-DTORCHCRAM_NO_AVX512"]
+    names = (*_UNITS, "faults") if faults else _UNITS
+    units = [(SOURCES / f"{name}.cpp", name, without) for name in names]
+    units += [(SOURCES / "kernels.cpp", level, flags) for level, flags in levels.items()]
+    extra = [*(_SANITIZE if sanitize else []), *(["-DTORCHCRAM_FAULTS"] if faults else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for source, name, flags in units:
+            objects.append(f"{folder}/{name}.o")
+            _run([*found, *_COMMON, *flags, *extra, "-c", str(source), "-o", objects[-1]])
+        library = f"{folder}/{target.name}"
+        _run([*found, *_linking(sanitize=sanitize, faults=faults), *objects, "-o", library])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(library, part)
+        part.replace(target)  # whoever has the old one loaded keeps it
+    return target
+
+
+def _linking(*, sanitize: bool, faults: bool) -> list[str]:
+    """Returns the arguments that make a shared library of objects."""
+    words = ["-shared", "-pthread"]
+    if sanitize:  # replaces functions of the C++ library, which therefore has to be a shared one
+        words += _SANITIZE
+    elif sys.platform == "linux":
+        words += ["-static-libstdc++", "-static-libgcc"]
+    if faults:  # its calls of `new` go to its own definition
+        words += ["-Wl,-Bsymbolic"]
+    return words
+
+
+def _takes(found: list[str], flags: list[str]) -> bool:
+    """Whether a compiler knows its way with flags."""
+    command = [*found, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,8 @@ import torch
 from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
-from torchcram.kernels.cpu import compiling, library
+from torchcram.kernels.cpu import library
+from torchcram.runtime import build
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,
@@ -34,8 +35,8 @@ def faulty(tmp_path_factory):
     if hasattr(library.kernels(), "torchcram_fail_allocation"):
         return library.LIBRARY
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "_COMMON", [*compiling._COMMON, "-O0"])  # quick
-        return compiling.build(tmp_path_factory.mktemp("faulty") / "kernels.so", faults=True)
+        patch.setattr(build, "_COMMON", [*build._COMMON, "-O0"])  # quick
+        return build.build(tmp_path_factory.mktemp("faulty") / "kernels.so", faults=True)
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ print(torch.equal(layer(x), expected))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(
-    library.LIBRARY != compiling.LIBRARY, reason="sanitizers take more memory than the limit"
+    library.LIBRARY != build.LIBRARY, reason="sanitizers take more memory than the limit"
 )
 def test_a_process_that_may_use_no_more_memory():
     command = [sys.executable, "-W", "ignore", "-c", LIMITED]

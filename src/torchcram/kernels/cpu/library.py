@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from torchcram.kernels.cpu import compiling
-
-LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or compiling.LIBRARY)
-"""The library that is loaded: TORCHCRAM_LIBRARY names another one than that of the package."""
+_BUILT = Path(__file__).resolve().parent / "libtorchcram.so"
+LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or _BUILT)
+"""The library that is loaded: the one in the package, or the one that TORCHCRAM_LIBRARY names."""
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _MATRIX = (_POINTER, _LONG)  # a packed one, and its bytes
