@@ -10,9 +10,9 @@ together. The programs of a selection wait for one another between its passes, w
 launch makes safe.
 """
 
+from torchcram.kernels.cuda.chunks import KEYS, layout, walk_alike
 from torchcram.kernels.cuda.int8 import MOST_ROWS, multiply_int8
 from torchcram.kernels.cuda.select import keep_largest
-from torchcram.kernels.cuda.table import KEYS, layout, walk_alike
 from torchcram.kernels.cuda.zero import zero_unmasked_
 
 __all__ = [

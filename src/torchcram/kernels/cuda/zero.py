@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from torchcram.kernels.cuda.access import _bits
-from torchcram.kernels.cuda.table import (
+from torchcram.kernels.cuda.chunks import (
     CHUNK,
     KEYS,
     ROW,
     WARPS,
+    _bits,
     _flat,
     _kept,
     _on_device,
