@@ -21,7 +21,7 @@ SOURCES = KERNELS / "csrc"
 LIBRARY = KERNELS / "libtorchcram.so"
 
 # for every machine alike
-_UNITS = ("api", "check", "checksum", "decode", "expand", "fours", "pack", "parallel")
+_UNITS = ("api", "check", "checksum", "decode", "pack", "parallel")
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer"]
 _SANITIZE += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

@@ -1,4 +1,6 @@
 // The C interface.
+#include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "packed.h"
@@ -101,4 +103,182 @@ TORCHCRAM_EXPORT int torchcram_check(const void* memory, int64_t bytes) {
   return check(memory, bytes);
 }
 
-#include "layers.h"
+// Whether the blocks of a matrix fit its panel behind the column of zeros, if each unit of k takes
+// so many bytes there.
+static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
+    if (from % unit || to % unit) return false;
+    const int64_t needed = kPanelBytes + (to - from) / unit * bytes;
+    if (needed > packed.inner_starts[packed.blocks() + 1]) return false;
+  }
+  return true;
+}
+
+static Job begin(const Packed& packed, const float* x, const float* bias, const float* residual,
+                 int activation, float* y) {
+  Job job;
+  job.packed = &packed, job.input = x, job.bias = bias, job.residual = residual;
+  job.activation = activation, job.output = y;
+  return job;
+}
+
+// Runs the tasks of a kernel; what a function of the C interface returns then.
+static int run(Task task, const void* job, int64_t count, int threads) {
+  return without_exceptions([&] {
+    parallel(task, job, count, threads);
+    return 1;
+  });
+}
+
+static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
+  return tasks >= threads ? 1 : packed.groups();
+}
+
+// They return whether the matrix is one of the shape that is asked for; nothing is done if not.
+TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
+                                      const void* memory, int64_t bytes, const float* bias,
+                                      const float* residual, int activation, float* y,
+                                      int threads) {
+  if (!good_tables(memory, bytes)) return 0;
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  if (h.inner != inner || h.rows != rows) return 0;
+  if (!fits(packed, 1, kPanelBytes)) return 0;
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  const int64_t splits = parts(panels, threads, packed);
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  return run(kernels->linear, &job, panels * splits, threads);
+}
+
+// Whether there are kernels for 8 bits here.
+TORCHCRAM_EXPORT int torchcram_has_int8() {
+#if defined(__x86_64__)
+  return kernels->linear_int8 != nullptr && __builtin_cpu_supports("avx512vnni");
+#else
+  return 0;
+#endif
+}
+
+// A Linear layer in 8 bits, or two where there is a second, an activation after the first.
+TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64_t inner,
+                                           int64_t rows, const Layer8* first, int activation,
+                                           const Layer8* second, const float* residual, float* y,
+                                           int threads) {
+  if (!torchcram_has_int8()) return 0;
+  const Layer8* last = second ? second : first;
+  for (const Layer8* layer : {first, last}) {
+    if (!good_tables(layer->packed, layer->bytes)) return 0;
+    const Packed each(layer->packed);
+    if (each.header->rows != layer->rows || each.header->form != kPairs) return 0;
+    if (!fits(each, 1, kPanelBytes)) return 0;
+  }
+  const Packed packed(first->packed), then(last->packed);
+  if (packed.header->inner != (inner + 3) / 4 || last->rows != rows) return 0;
+  if (second && then.header->inner != (first->rows + 3) / 4) return 0;
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  const int64_t splits = second ? 1 : parts(panels, threads, packed);
+  Job job = begin(packed, x, first->bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  job.inner = inner, job.start = first->start, job.scales = first->scales;
+  if (second) {
+    job.then = &then, job.then_bias = second->bias;
+    job.then_start = second->start, job.then_scales = second->scales;
+  }
+  return run(kernels->linear_int8, &job, panels * splits, threads);
+}
+
+// Two Linear layers, an activation between them.
+TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int64_t inner,
+                                            int64_t middle, int64_t rows, const void* first,
+                                            int64_t first_bytes, const float* bias, int activation,
+                                            const void* second, int64_t second_bytes,
+                                            const float* then_bias, const float* residual, float* y,
+                                            int threads) {
+  if (!good_tables(first, first_bytes) || !good_tables(second, second_bytes)) return 0;
+  const Packed packed(first), then(second);
+  const Header &h = *packed.header, &t = *then.header;
+  if (h.inner != inner || h.rows != middle || t.inner != middle || t.rows != rows) return 0;
+  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
+  return run(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
+}
+
+TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
+                                           const void* memory, int64_t bytes, int by_images,
+                                           const float* bias, const float* residual, int activation,
+                                           float* y, int threads) {
+  if (!good_tables(memory, bytes)) return 0;
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  const Convolution& c = *shape;
+  if (h.rows != rows) return 0;
+  if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
+  Strip strip;
+  if (by_images && !strip.lay_out(c)) return 0;
+  const int64_t kernel = c.kernel_h * c.kernel_w;
+  if (by_images ? !fits(packed, kernel, c.kernel_h * strip.slots * 64)
+                : !fits(packed, 1, kPanelBytes))
+    return 0;
+  const int64_t tasks = by_images ? (c.batch + 15) / 16 * c.out_h
+                                  : c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
+  const int64_t splits = parts(tasks, threads, packed);
+  Job job = begin(packed, x, bias, residual, activation, y);
+  job.splits = splits, job.shape = shape, job.strip = &strip;
+  return run(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
+}
+
+namespace {
+
+struct Padding {
+  const float* x;
+  int64_t height, width, top, left, rows, columns, stride;
+  float* y;
+};
+
+void pad(const void* what, int64_t plane) {
+  const Padding& job = *static_cast<const Padding*>(what);
+  const float* from = job.x + plane * job.height * job.width;
+  float* to = job.y + plane * job.stride * job.rows * job.columns;
+  memset(to, 0, job.stride * job.rows * job.columns * sizeof(float));
+  for (int64_t remainder = 0; remainder < job.stride; ++remainder) {
+    const int64_t before = job.left > remainder ? job.left - remainder : 0;
+    const int64_t first = (before + job.stride - 1) / job.stride;  // column with a pixel
+    const int64_t x = first * job.stride + remainder - job.left;
+    const int64_t count = x < job.width ? (job.width - x + job.stride - 1) / job.stride : 0;
+    float* at = to + (remainder * job.rows + job.top) * job.columns + first;
+    for (int64_t row = 0; row < job.height; ++row, at += job.columns) {
+      const float* pixels = from + row * job.width + x;
+      if (job.stride == 1)
+        memcpy(at, pixels, count * sizeof(float));
+      else
+        for (int64_t i = 0; i < count; ++i) at[i] = pixels[i * job.stride];
+    }
+  }
+}
+
+}  // namespace
+
+// Puts zeros around planes, and sorts columns by their remainders when divided by the stride:
+// [plane][remainder][row][column]. Returns 1.
+TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t height, int64_t width,
+                                   int64_t top, int64_t left, int64_t rows, int64_t columns,
+                                   int64_t stride, float* y, int threads) {
+  const Padding job{x, height, width, top, left, rows, columns, stride, y};
+  return run(pad, &job, planes, threads);
+}
+
+// Attention of each sequence of so many tokens to itself; false where there is no kernel for it.
+TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, const float* value,
+                                         int64_t batch, int64_t tokens, int64_t heads,
+                                         int64_t features, float scale, float* output,
+                                         int threads) {
+  // A negative scale turns scores around, a tiny one those that stand for no key into others.
+  if (features % 16 || !(scale >= 1e-30f)) return 0;
+  const int64_t tasks = batch * heads;
+  const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
+  const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
+  return run(kernels->attention, &job, tasks * splits, threads);
+}

@@ -1,10 +1,138 @@
 // Products of a packed matrix and a panel of tokens.
 #pragma once
 
-#include "rows.h"
+#include "packed.h"
+#include "vectors.h"
 
 namespace torchcram {
 namespace {
+
+constexpr int kFourVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
+constexpr int kPairVectors = 4;
+
+// The streams of a block and a group of rows. Whatever has been written to them since they were
+// checked: counts do not lead beyond their values, rows are among those of the sums, and columns,
+// aligned or not, point into the room of a panel.
+struct Stream {
+  const uint16_t* column;
+  const float* value;
+  const float* end;
+};
+
+// What a row starts from: its bias in the first block (no bias: null), what there is in the others.
+template <int V>
+TORCHCRAM_INLINE void begin(Vector (&sum)[V], const Vector* at, const float* bias, int64_t row,
+                            bool first) {
+  const Vector start = first && bias ? all(bias[row]) : Vector{};
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) sum[v] = first ? start : at[v];
+}
+
+template <int V, bool First>
+void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
+  for (int64_t row = 0; row < rows; row += 2) {
+    int count = s.column[0];
+    const int64_t i = s.column[1] % kSumsRows, j = s.column[2] % kSumsRows;
+    if (2 * count > s.end - s.value) return;
+    Vector* a = reinterpret_cast<Vector*>(sums + i * kPanel);
+    Vector* b = reinterpret_cast<Vector*>(sums + j * kPanel);
+    s.column += 3;
+    Vector sum[2][V];
+    begin(sum[0], a, i < rows ? bias : nullptr, i, First);
+    begin(sum[1], b, j < rows ? bias : nullptr, j, First);
+    for (; count > 1; count -= 2, s.column += 4, s.value += 4) {
+      uint64_t four;  // columns by one load: it is loads that limit the speed
+      memcpy(&four, s.column, sizeof four);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i, four >>= 32) {
+        const Anywhere* x = reinterpret_cast<const Anywhere*>(panel + uint16_t(four));
+        const Anywhere* y = reinterpret_cast<const Anywhere*>(panel + uint16_t(four >> 16));
+        const float p = s.value[2 * i], q = s.value[2 * i + 1];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sum[1][v] += y[v] * q;
+      }
+    }
+    for (; count > 0; --count, s.column += 2, s.value += 2) {
+      const Anywhere* x = reinterpret_cast<const Anywhere*>(panel + s.column[0]);
+      const Anywhere* y = reinterpret_cast<const Anywhere*>(panel + s.column[1]);
+      const float p = s.value[0], q = s.value[1];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[1][v] += y[v] * q;
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) a[v] = sum[0][v], b[v] = sum[1][v];
+  }
+}
+
+// Adds a column to the sums of two rows.
+template <int A, int B, int V>
+TORCHCRAM_INLINE void add_both(const char* panel, uint64_t column, const float* value,
+                               Vector (&sum)[4][V]) {
+  const Anywhere* from = reinterpret_cast<const Anywhere*>(panel + uint16_t(column));
+  const float p = value[0], q = value[1];
+  Vector x[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) x[v] = from[v];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) sum[A][v] += x[v] * p;
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) sum[B][v] += x[v] * q;
+}
+
+// Adds to each of four rows a column of its own.
+template <int V>
+TORCHCRAM_INLINE void add_each(const char* panel, const uint16_t* columns, const float* value,
+                               Vector (&sum)[4][V]) {
+  uint64_t four;  // columns by one load: it is loads that limit the speed
+  memcpy(&four, columns, sizeof four);
+#pragma GCC unroll 4
+  for (int row = 0; row < 4; ++row, four >>= 16) {
+    const Anywhere* from = reinterpret_cast<const Anywhere*>(panel + uint16_t(four));
+    const float p = value[row];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[row][v] += from[v] * p;
+  }
+}
+
+template <int V, bool First>
+void run_fours(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
+  for (int64_t row = 0; row < rows; row += 4) {
+    int shared = s.column[0], rest = s.column[1];
+    if (16 * shared + 4 * rest > s.end - s.value) return;
+    Vector sum[4][V];
+    Vector* at[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const int64_t i = s.column[2 + r] % kSumsRows;
+      at[r] = reinterpret_cast<Vector*>(sums + i * kPanel);
+      begin(sum[r], at[r], i < rows ? bias : nullptr, i, First);
+    }
+    s.column += 6;
+    for (; shared > 0; --shared, s.column += 10, s.value += 16) {
+      uint64_t four;
+      uint32_t two;
+      memcpy(&four, s.column, sizeof four);
+      memcpy(&two, s.column + 4, sizeof two);
+      add_both<0, 1>(panel, four, s.value, sum);
+      add_both<2, 3>(panel, four >> 16, s.value + 2, sum);
+      add_both<0, 2>(panel, four >> 32, s.value + 4, sum);
+      add_both<1, 3>(panel, four >> 48, s.value + 6, sum);
+      add_both<0, 3>(panel, two, s.value + 8, sum);
+      add_both<1, 2>(panel, two >> 16, s.value + 10, sum);
+      add_each(panel, s.column + 6, s.value + 12, sum);
+    }
+    for (; rest > 0; --rest, s.column += 4, s.value += 4) add_each(panel, s.column, s.value, sum);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) at[r][v] = sum[r][v];
+    }
+  }
+}
 
 template <int V, bool First>
 void run(bool pairs, const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
