@@ -17,7 +17,7 @@ from torchcram.runtime.cpu.modules import (
     SparseLinear,
     SparseLinearInt8,
 )
-from torchcram.runtime.cpu.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
+from torchcram.runtime.cpu.packing import PAIRS, QUAD_ROWS, Geometry, pack_images, pack_linear
 
 pytestmark = needs_kernels
 
@@ -151,15 +151,15 @@ def test_a_thread_that_cannot_be_started_is_done_without(fail):
     assert fail(0)
 
 
-@pytest.mark.parametrize("form", [PAIRS, FOURS])
+@pytest.mark.parametrize("layout", [PAIRS, QUAD_ROWS])
 @pytest.mark.parametrize("by_images", [False, True])
-def test_in_packing(form, by_images, fail):
+def test_in_packing(layout, by_images, fail):
     torch.manual_seed(0)
     weight = sparse_weight(6, 4, 3, 3)
     if by_images:
-        errors, _ = fail_each(fail, lambda: pack_images(weight, PADDED, form=form))
+        errors, _ = fail_each(fail, lambda: pack_images(weight, PADDED, layout=layout))
     else:
-        errors, _ = fail_each(fail, lambda: pack_linear(weight, form=form))
+        errors, _ = fail_each(fail, lambda: pack_linear(weight, layout=layout))
     assert errors > 10
 
 

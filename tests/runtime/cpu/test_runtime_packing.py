@@ -13,8 +13,8 @@ from sparse_cases import sparse_weight
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu import ops, packing  # noqa: F401  registers the operators
 from torchcram.runtime.cpu.packing import (
-    FOURS,
     PAIRS,
+    QUAD_ROWS,
     Geometry,
     check_packed,
     described,
@@ -25,9 +25,9 @@ from torchcram.runtime.cpu.packing import (
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize("form", [PAIRS, FOURS])
-def test_truncated_foreign_and_altered_ones_are_refused(form):
-    packed = pack_linear(sparse_weight(20, 200), form=form)
+@pytest.mark.parametrize("layout", [PAIRS, QUAD_ROWS])
+def test_truncated_foreign_and_altered_ones_are_refused(layout):
+    packed = pack_linear(sparse_weight(20, 200), layout=layout)
     check_packed(packed)
     for bad in (
         packed[:-64],
@@ -46,9 +46,9 @@ def test_truncated_foreign_and_altered_ones_are_refused(form):
 
 
 # Counts, rows, then columns.
-@pytest.mark.parametrize(("form", "places"), [(PAIRS, range(1, 5)), (FOURS, range(2, 10))])
-def test_rows_and_columns_outside_are_refused(form, places):
-    packed = pack_linear(sparse_weight(20, 200), form=form)
+@pytest.mark.parametrize(("layout", "places"), [(PAIRS, range(1, 5)), (QUAD_ROWS, range(2, 10))])
+def test_rows_and_columns_outside_are_refused(layout, places):
+    packed = pack_linear(sparse_weight(20, 200), layout=layout)
     columns_at = int(packed[64:72].view(torch.int64))
     for place in places:
         bad = packed.clone()
@@ -60,8 +60,8 @@ def test_rows_and_columns_outside_are_refused(form, places):
 def test_rows_come_by_fours_where_they_share_columns_and_registers_are_many(each_level):
     for sparsity, shared in [(0.5, True), (0.95, False)]:
         packed = pack_linear(sparse_weight(64, 256, sparsity=sparsity))
-        form = int(packed.view(torch.int64)[4])
-        assert form == (FOURS if shared and each_level == "avx512" else PAIRS)
+        layout = int(packed.view(torch.int64)[4])
+        assert layout == (QUAD_ROWS if shared and each_level == "avx512" else PAIRS)
 
 
 def test_what_rows_have_in_common_is_stored_once():
@@ -70,7 +70,7 @@ def test_what_rows_have_in_common_is_stored_once():
     apart = alike.gather(1, torch.rand(64, 128).argsort(1))
     columns = []
     for weight in (alike, apart):
-        header = pack_linear(weight, form=FOURS).view(torch.int64)
+        header = pack_linear(weight, layout=QUAD_ROWS).view(torch.int64)
         columns.append((int(header[9]) - int(header[8])) / 2)
     assert columns[0] < 0.75 * 64 * 28 < columns[1]  # 10 for 16 weights at best
 
@@ -79,8 +79,8 @@ def test_what_rows_have_in_common_is_stored_once():
 @given(st.data())
 def test_what_is_accepted_stays_within_its_memory(data):
     torch.manual_seed(data.draw(st.integers(0, 3)))
-    form = data.draw(st.sampled_from([PAIRS, FOURS]))
-    packed = pack_linear(sparse_weight(9, 170), form=form)
+    layout = data.draw(st.sampled_from([PAIRS, QUAD_ROWS]))
+    packed = pack_linear(sparse_weight(9, 170), layout=layout)
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, packed.numel() - 1))
         packed[place] = data.draw(st.integers(0, 255))

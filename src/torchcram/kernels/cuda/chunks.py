@@ -56,8 +56,8 @@ def layout(tensor: Tensor) -> Layout | None:
     """Returns how `tensor` lies in memory, or None where the kernels cannot walk it."""
     if tensor.is_contiguous():
         return Layout(tensor.numel())
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if form is not None and tensor.is_contiguous(memory_format=form):
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if memory_format is not None and tensor.is_contiguous(memory_format=memory_format):
         return Layout(tensor.numel(), tensor.shape[1], tensor[0, 0].numel())
     return None
 

@@ -341,7 +341,7 @@ register(
 # Linear layers in 8 bits
 
 Layer = ctypes.Array[ctypes.c_int64]
-"""A layer as the kernels take it: `Layer8` in packed.h."""
+"""A layer as the kernels take it: `LayerInt8` in packed.h."""
 
 _LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
 operators.define(

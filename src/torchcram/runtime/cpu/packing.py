@@ -16,7 +16,7 @@ from torchcram.kernels.cpu.library import kernels, level
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAIRS, FOURS = 2, 3
+PAIRS, QUAD_ROWS = 2, 3
 _FORMER_MAGIC = b"CRAM1\0\0\0"
 _ALIGNMENT = 8  # bytes
 _ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
@@ -80,17 +80,19 @@ def described(
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
+def pack_linear(weight: Tensor, *, layout: int | None = None) -> Tensor:
     """Packs a matrix (outputs, inputs) for Linear layers and convolutions by pixels.
 
     Raises:
         ValueError: if there is nothing in it.
     """
     weight = _matrix(weight)
-    form = form or _form_for(weight)
+    layout = layout or _layout_for(weight)
     call = kernels().torchcram_pack_linear
     rows, inner = weight.shape
-    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK, out, room))
+    return _packed(
+        lambda out, room: call(weight.data_ptr(), rows, inner, layout, _BLOCK, out, room)
+    )
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -99,10 +101,10 @@ def pack_int8(weight: Tensor) -> Tensor:
     whole = torch.zeros(outputs, (inputs + 3) // 4 * 4, dtype=torch.int8)
     whole[:, :inputs] = weight
     words = whole.view(torch.int32).view(torch.float32)  # bits; they are only moved
-    return pack_linear(words, form=PAIRS)
+    return pack_linear(words, layout=PAIRS)
 
 
-def pack_images(weight: Tensor, geometry: Geometry, *, form: int | None = None) -> Tensor:
+def pack_images(weight: Tensor, geometry: Geometry, *, layout: int | None = None) -> Tensor:
     """Packs the weight of a convolution for panels of images.
 
     Raises:
@@ -112,10 +114,10 @@ def pack_images(weight: Tensor, geometry: Geometry, *, form: int | None = None) 
         raise ValueError(f"a weight of {tuple(weight.shape)} has no kernel of {geometry.kernel}")
     channels, weight = weight.shape[1], _matrix(weight)
     shape = described(geometry, 1, channels, geometry.kernel, geometry.kernel)
-    form = form or _form_for(weight)
+    layout = layout or _layout_for(weight)
     call = kernels().torchcram_pack_images
     rows = weight.shape[0]
-    return _packed(lambda out, room: call(weight.data_ptr(), rows, form, shape, out, room))
+    return _packed(lambda out, room: call(weight.data_ptr(), rows, layout, shape, out, room))
 
 
 def check_packed(packed: Tensor) -> None:
@@ -202,10 +204,10 @@ def _matrix(weight: Tensor) -> Tensor:
     return weight.detach().to("cpu", torch.float32).flatten(1).contiguous()
 
 
-def _form_for(weight: Tensor) -> int:
+def _layout_for(weight: Tensor) -> int:
     # The sums of four rows fill the registers that AVX-512 alone has.
-    fours = level() == "avx512" and _sparsity(weight) < _PAIRS_FROM
-    return FOURS if fours else PAIRS
+    shared = level() == "avx512" and _sparsity(weight) < _PAIRS_FROM
+    return QUAD_ROWS if shared else PAIRS
 
 
 def _sparsity(weight: Tensor) -> float:

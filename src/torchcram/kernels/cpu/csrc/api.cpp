@@ -7,7 +7,7 @@
 
 namespace torchcram {
 
-int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
+int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
              const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room);
 bool check(const void* memory, int64_t bytes);
 void use_openmp(void* parallel);
@@ -40,7 +40,7 @@ TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
 // For tests: 2 AVX-512, 1 AVX2, 0 portable; false where the machine does not have it.
 TORCHCRAM_EXPORT int torchcram_use_level(int level) {
-  const Kernels* most = best();
+  const Kernels* limit = best();
 #if defined(__x86_64__)
 #if defined(TORCHCRAM_NO_AVX512)
   const Kernels* known[] = {&kPortable, &kAvx2};
@@ -48,9 +48,9 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
   const Kernels* known[] = {&kPortable, &kAvx2, &kAvx512};
 #endif
   int top = 0;
-  while (known[top] != most) ++top;
+  while (known[top] != limit) ++top;
 #else
-  const Kernels* known[] = {most};
+  const Kernels* known[] = {limit};
   const int top = 0;
 #endif
   if (level < 0 || level > top) return 0;
@@ -65,26 +65,26 @@ TORCHCRAM_EXPORT void torchcram_use_openmp(void* parallel) { use_openmp(parallel
 // The form of a matrix: 2 pairs, 3 fours. Returns how many bytes it takes, and writes them where
 // there is room for them; -1 where it cannot be packed.
 TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows, int64_t inner,
-                                               int64_t form, int64_t block, void* out,
+                                               int64_t layout, int64_t block, void* out,
                                                int64_t room) {
   if (inner < 1 || block < 1) return -1;
   return without_exceptions([&]() -> int64_t {
     std::vector<uint16_t> offsets(inner);
     for (int64_t k = 0; k < inner; ++k) offsets[k] = uint16_t((k % block + 1) * kPanelBytes);
-    return pack(weight, rows, inner, form, offsets.data(), block, (block + 1) * kPanelBytes, out,
+    return pack(weight, rows, inner, layout, offsets.data(), block, (block + 1) * kPanelBytes, out,
                 room);
   });
 }
 
 // For panels of images; those of pixels are packed as Linear layers are.
-TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t form,
+TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t layout,
                                                const Convolution* shape, void* out, int64_t room) {
   const Convolution& c = *shape;
   Strip strip;
   if (c.channels < 1 || c.kernel_h < 1 || !strip.lay_out(c)) return -1;
   const int64_t kernel = c.kernel_h * c.kernel_w, slots = c.kernel_h * strip.slots;
-  const int64_t most = kPanelMost / (slots * 64);
-  const int64_t channels = most > c.channels ? c.channels : most < 1 ? 1 : most;
+  const int64_t limit = kPixelPanelBytes / (slots * 64);
+  const int64_t channels = limit > c.channels ? c.channels : limit < 1 ? 1 : limit;
   const int64_t bytes = kPanelBytes + channels * slots * 64;
   if (bytes > kPanelRoom) return -1;
   return without_exceptions([&]() -> int64_t {
@@ -94,7 +94,7 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows
       const int64_t slot = row * strip.slots + strip.slot_of[k % c.kernel_w];
       offsets[k] = uint16_t(kPanelBytes + slot * 64);
     }
-    return pack(weight, rows, c.channels * kernel, form, offsets.data(), channels * kernel, bytes,
+    return pack(weight, rows, c.channels * kernel, layout, offsets.data(), channels * kernel, bytes,
                 out, room);
   });
 }
@@ -115,8 +115,8 @@ static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
   return true;
 }
 
-static Job begin(const Packed& packed, const float* x, const float* bias, const float* residual,
-                 int activation, float* y) {
+static Job make_job(const Packed& packed, const float* x, const float* bias, const float* residual,
+                    int activation, float* y) {
   Job job;
   job.packed = &packed, job.input = x, job.bias = bias, job.residual = residual;
   job.activation = activation, job.output = y;
@@ -124,14 +124,14 @@ static Job begin(const Packed& packed, const float* x, const float* bias, const 
 }
 
 // Runs the tasks of a kernel; what a function of the C interface returns then.
-static int run(Task task, const void* job, int64_t count, int threads) {
+static int run_tasks(Task task, const void* job, int64_t count, int threads) {
   return without_exceptions([&] {
     parallel(task, job, count, threads);
     return 1;
   });
 }
 
-static int64_t parts(int64_t tasks, int threads, const Packed& packed) {
+static int64_t count_splits(int64_t tasks, int threads, const Packed& packed) {
   return tasks >= threads ? 1 : packed.groups();
 }
 
@@ -140,16 +140,16 @@ TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t in
                                       const void* memory, int64_t bytes, const float* bias,
                                       const float* residual, int activation, float* y,
                                       int threads) {
-  if (!good_tables(memory, bytes)) return 0;
+  if (!valid_tables(memory, bytes)) return 0;
   const Packed packed(memory);
   const Header& h = *packed.header;
   if (h.inner != inner || h.rows != rows) return 0;
   if (!fits(packed, 1, kPanelBytes)) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  const int64_t splits = parts(panels, threads, packed);
-  Job job = begin(packed, x, bias, residual, activation, y);
+  const int64_t splits = count_splits(panels, threads, packed);
+  Job job = make_job(packed, x, bias, residual, activation, y);
   job.tokens = tokens, job.splits = splits;
-  return run(kernels->linear, &job, panels * splits, threads);
+  return run_tasks(kernels->linear, &job, panels * splits, threads);
 }
 
 // Whether there are kernels for 8 bits here.
@@ -163,30 +163,30 @@ TORCHCRAM_EXPORT int torchcram_has_int8() {
 
 // A Linear layer in 8 bits, or two where there is a second, an activation after the first.
 TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64_t inner,
-                                           int64_t rows, const Layer8* first, int activation,
-                                           const Layer8* second, const float* residual, float* y,
+                                           int64_t rows, const LayerInt8* first, int activation,
+                                           const LayerInt8* second, const float* residual, float* y,
                                            int threads) {
   if (!torchcram_has_int8()) return 0;
-  const Layer8* last = second ? second : first;
-  for (const Layer8* layer : {first, last}) {
-    if (!good_tables(layer->packed, layer->bytes)) return 0;
-    const Packed each(layer->packed);
-    if (each.header->rows != layer->rows || each.header->form != kPairs) return 0;
-    if (!fits(each, 1, kPanelBytes)) return 0;
+  const LayerInt8* last = second ? second : first;
+  for (const LayerInt8* layer : {first, last}) {
+    if (!valid_tables(layer->packed, layer->bytes)) return 0;
+    const Packed packed_layer(layer->packed);
+    if (packed_layer.header->rows != layer->rows || packed_layer.header->layout != kPairs) return 0;
+    if (!fits(packed_layer, 1, kPanelBytes)) return 0;
   }
   const Packed packed(first->packed), then(last->packed);
   if (packed.header->inner != (inner + 3) / 4 || last->rows != rows) return 0;
   if (second && then.header->inner != (first->rows + 3) / 4) return 0;
   const int64_t panels = (tokens + kPanel - 1) / kPanel;
-  const int64_t splits = second ? 1 : parts(panels, threads, packed);
-  Job job = begin(packed, x, first->bias, residual, activation, y);
+  const int64_t splits = second ? 1 : count_splits(panels, threads, packed);
+  Job job = make_job(packed, x, first->bias, residual, activation, y);
   job.tokens = tokens, job.splits = splits;
   job.inner = inner, job.start = first->start, job.scales = first->scales;
   if (second) {
     job.then = &then, job.then_bias = second->bias;
     job.then_start = second->start, job.then_scales = second->scales;
   }
-  return run(kernels->linear_int8, &job, panels * splits, threads);
+  return run_tasks(kernels->linear_int8, &job, panels * splits, threads);
 }
 
 // Two Linear layers, an activation between them.
@@ -196,21 +196,21 @@ TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int6
                                             const void* second, int64_t second_bytes,
                                             const float* then_bias, const float* residual, float* y,
                                             int threads) {
-  if (!good_tables(first, first_bytes) || !good_tables(second, second_bytes)) return 0;
+  if (!valid_tables(first, first_bytes) || !valid_tables(second, second_bytes)) return 0;
   const Packed packed(first), then(second);
   const Header &h = *packed.header, &t = *then.header;
   if (h.inner != inner || h.rows != middle || t.inner != middle || t.rows != rows) return 0;
   if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
-  Job job = begin(packed, x, bias, residual, activation, y);
+  Job job = make_job(packed, x, bias, residual, activation, y);
   job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
-  return run(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
+  return run_tasks(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
 }
 
 TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
                                            const void* memory, int64_t bytes, int by_images,
                                            const float* bias, const float* residual, int activation,
                                            float* y, int threads) {
-  if (!good_tables(memory, bytes)) return 0;
+  if (!valid_tables(memory, bytes)) return 0;
   const Packed packed(memory);
   const Header& h = *packed.header;
   const Convolution& c = *shape;
@@ -224,10 +224,10 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
     return 0;
   const int64_t tasks = by_images ? (c.batch + 15) / 16 * c.out_h
                                   : c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
-  const int64_t splits = parts(tasks, threads, packed);
-  Job job = begin(packed, x, bias, residual, activation, y);
+  const int64_t splits = count_splits(tasks, threads, packed);
+  Job job = make_job(packed, x, bias, residual, activation, y);
   job.splits = splits, job.shape = shape, job.strip = &strip;
-  return run(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
+  return run_tasks(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
 }
 
 namespace {
@@ -238,8 +238,8 @@ struct Padding {
   float* y;
 };
 
-void pad(const void* what, int64_t plane) {
-  const Padding& job = *static_cast<const Padding*>(what);
+void pad(const void* data, int64_t plane) {
+  const Padding& job = *static_cast<const Padding*>(data);
   const float* from = job.x + plane * job.height * job.width;
   float* to = job.y + plane * job.stride * job.rows * job.columns;
   memset(to, 0, job.stride * job.rows * job.columns * sizeof(float));
@@ -267,7 +267,7 @@ TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t heigh
                                    int64_t top, int64_t left, int64_t rows, int64_t columns,
                                    int64_t stride, float* y, int threads) {
   const Padding job{x, height, width, top, left, rows, columns, stride, y};
-  return run(pad, &job, planes, threads);
+  return run_tasks(pad, &job, planes, threads);
 }
 
 // Attention of each sequence of so many tokens to itself; false where there is no kernel for it.
@@ -280,5 +280,5 @@ TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, c
   const int64_t tasks = batch * heads;
   const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
   const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
-  return run(kernels->attention, &job, tasks * splits, threads);
+  return run_tasks(kernels->attention, &job, tasks * splits, threads);
 }

@@ -10,7 +10,8 @@ namespace torchcram {
 namespace {
 
 constexpr int kQueries = 6, kBlock = 12;
-constexpr int kTogether = kLanes == 16 ? 4 : 2;  // vectors; six queries of them fit the registers
+constexpr int kTileVectors =
+    kLanes == 16 ? 4 : 2;  // vectors; six queries of them fit the registers
 
 // sums[query][v] += factor[query][step i] * from[i * 64 + v], over so many steps
 template <int V>
@@ -31,8 +32,8 @@ TORCHCRAM_INLINE void accumulate(const float* const (&factors)[kQueries], const 
 
 // to[query][v] (+)= the sums of six queries.
 template <int V>
-void six(const float* const (&factors)[kQueries], const float* from, int64_t stride, int64_t steps,
-         float* to, int64_t row, bool first) {
+void attend_6_queries(const float* const (&factors)[kQueries], const float* from, int64_t stride,
+                      int64_t steps, float* to, int64_t row, bool first) {
   Vector sums[kQueries][V];
 #pragma GCC unroll 6
   for (int q = 0; q < kQueries; ++q) {
@@ -48,21 +49,22 @@ void six(const float* const (&factors)[kQueries], const float* from, int64_t str
 }
 
 // The same for any number of vectors.
-void six(const float* const (&factors)[kQueries], const float* from, int64_t stride, int64_t steps,
-         float* to, int64_t row, bool first, int64_t vectors) {
-  for (; vectors >= kTogether; vectors -= kTogether, from += kTogether * kLanes,
-                               to += kTogether * kLanes)
-    six<kTogether>(factors, from, stride, steps, to, row, first);
+void attend_6_queries(const float* const (&factors)[kQueries], const float* from, int64_t stride,
+                      int64_t steps, float* to, int64_t row, bool first, int64_t vectors) {
+  for (; vectors >= kTileVectors;
+       vectors -= kTileVectors, from += kTileVectors * kLanes, to += kTileVectors * kLanes)
+    attend_6_queries<kTileVectors>(factors, from, stride, steps, to, row, first);
   for (; vectors > 0; --vectors, from += kLanes, to += kLanes)
-    six<1>(factors, from, stride, steps, to, row, first);
+    attend_6_queries<1>(factors, from, stride, steps, to, row, first);
 }
 
 // 2^x to 2e-7, x at most 0; zero below 2^-126.
 TORCHCRAM_INLINE Vector power_of_two(Vector x) {
-  const Vector magic = all(12582912.0f + 127.0f);  // rounds to an integer, plus the bias of floats
+  const Vector magic =
+      broadcast(12582912.0f + 127.0f);  // rounds to an integer, plus the bias of floats
   const Vector n = x + magic;
   const Vector r = x - (n - magic);
-  Vector p = all(1.327647152e-3f);
+  Vector p = broadcast(1.327647152e-3f);
   p = p * r + 9.675541331e-3f;
   p = p * r + 5.550713275e-2f;
   p = p * r + 2.402211972e-1f;
@@ -85,13 +87,13 @@ TORCHCRAM_INLINE float fold(Vector v, Function function) {
 }
 
 // Turns scores into weights up to a factor, which is returned; there is room for whole vectors.
-float weigh(float* scores, int64_t keys, float scale) {
+float softmax_in_place(float* scores, int64_t keys, float scale) {
   for (int64_t i = keys; i % kLanes; ++i) scores[i] = -3e38f;
-  Vector most = all(-3e38f);
-  for (int64_t i = 0; i < keys; i += kLanes) most = largest(most, load(scores + i));
-  const float top = fold(most, [](float a, float b) { return a > b ? a : b; });
+  Vector highest = broadcast(-3e38f);
+  for (int64_t i = 0; i < keys; i += kLanes) highest = maximum(highest, load(scores + i));
+  const float highest_score = fold(highest, [](float a, float b) { return a > b ? a : b; });
   scale *= 1.44269504f;  // powers of two, not of e
-  const Vector shift = all(top * scale);
+  const Vector shift = broadcast(highest_score * scale);
   Vector sum{};
   for (int64_t i = 0; i < keys; i += kLanes) {
     const Vector x = power_of_two(load(scores + i) * scale - shift);
@@ -101,49 +103,53 @@ float weigh(float* scores, int64_t keys, float scale) {
   return 1.0f / fold(sum, [](float a, float b) { return a + b; });
 }
 
-void attention(const void* what, int64_t task) {
-  const Attention& job = *static_cast<const Attention*>(what);
-  const int64_t wide = job.features, stride = job.heads * wide, tokens = job.tokens;
-  const int64_t part = task % job.splits, one = task / job.splits;
-  const int64_t at = one / job.heads * tokens * stride + one % job.heads * wide;
+void attention(const void* data, int64_t task) {
+  const Attention& job = *static_cast<const Attention*>(data);
+  const int64_t features = job.features, stride = job.heads * features, tokens = job.tokens;
+  const int64_t split = task % job.splits, sequence_head = task / job.splits;
+  const int64_t at =
+      sequence_head / job.heads * tokens * stride + sequence_head % job.heads * features;
   const int64_t panels = (tokens + kPanel - 1) / kPanel, row = panels * kPanel;
-  float* keys = scratch(0, panels * kPanel * wide);  // [64 keys][feature][64]
-  float* values = scratch(1, tokens * wide);
+  float* keys = scratch(0, panels * kPanel * features);  // [64 keys][feature][64]
+  float* values = scratch(1, tokens * features);
   float* scores = scratch(2, kBlock * row);
-  float* query = scratch(3, 2 * kBlock * wide);
-  float* sums = query + kBlock * wide;
+  float* query = scratch(3, 2 * kBlock * features);
+  float* sums = query + kBlock * features;
   for (int64_t first = 0; first < tokens; first += kPanel)
-    take_tokens(job.key + at + first * stride, stride,
-                tokens - first < kPanel ? tokens - first : kPanel, wide, keys + first * wide);
+    load_tokens(job.key + at + first * stride, stride,
+                tokens - first < kPanel ? tokens - first : kPanel, features,
+                keys + first * features);
   for (int64_t t = 0; t < tokens; ++t)
-    memcpy(values + t * wide, job.value + at + t * stride, wide * sizeof(float));
-  const int64_t until = tokens * (part + 1) / job.splits;
-  for (int64_t first = tokens * part / job.splits; first < until; first += kBlock) {
-    const int64_t queries = until - first < kBlock ? until - first : kBlock;
+    memcpy(values + t * features, job.value + at + t * stride, features * sizeof(float));
+  const int64_t end = tokens * (split + 1) / job.splits;
+  for (int64_t first = tokens * split / job.splits; first < end; first += kBlock) {
+    const int64_t queries = end - first < kBlock ? end - first : kBlock;
     const float* factors[kQueries];
     for (int64_t q = 0; q < queries; ++q)
-      memcpy(query + q * wide, job.query + at + (first + q) * stride, wide * sizeof(float));
+      memcpy(query + q * features, job.query + at + (first + q) * stride, features * sizeof(float));
     for (int64_t key = 0; key < tokens; key += kPanel) {
       const int64_t left = tokens - key < kPanel ? tokens - key : kPanel;
       for (int64_t q = 0; q < queries; q += kQueries) {
-        for (int i = 0; i < kQueries; ++i) factors[i] = query + (q + i) * wide;
-        six(factors, keys + key * wide, kPanel, wide, scores + q * row + key, row, true,
-            (left + kLanes - 1) / kLanes);
+        for (int i = 0; i < kQueries; ++i) factors[i] = query + (q + i) * features;
+        attend_6_queries(factors, keys + key * features, kPanel, features, scores + q * row + key,
+                         row, true, (left + kLanes - 1) / kLanes);
       }
     }
-    float over[kBlock];
-    for (int64_t q = 0; q < queries; ++q) over[q] = weigh(scores + q * row, tokens, job.scale);
+    float inverse_sums[kBlock];
+    for (int64_t q = 0; q < queries; ++q)
+      inverse_sums[q] = softmax_in_place(scores + q * row, tokens, job.scale);
     for (int64_t key = 0; key < tokens; key += kPanel) {
       const int64_t left = tokens - key < kPanel ? tokens - key : kPanel;
       for (int64_t q = 0; q < queries; q += kQueries) {
         for (int i = 0; i < kQueries; ++i) factors[i] = scores + (q + i) * row + key;
-        six(factors, values + key * wide, wide, left, sums + q * wide, wide, key == 0,
-            wide / kLanes);
+        attend_6_queries(factors, values + key * features, features, left, sums + q * features,
+                         features, key == 0, features / kLanes);
       }
     }
     for (int64_t q = 0; q < queries; ++q)
-      for (int64_t i = 0; i < wide; i += kLanes)
-        store(job.output + at + (first + q) * stride + i, load(sums + q * wide + i) * over[q]);
+      for (int64_t i = 0; i < features; i += kLanes)
+        store(job.output + at + (first + q) * stride + i,
+              load(sums + q * features + i) * inverse_sums[q]);
   }
 }
 

@@ -18,9 +18,9 @@ int64_t expand(const uint8_t* mask, int64_t at, int64_t count, const T* values, 
     const int here = count - at < 8 ? int(count - at) : 8;
     if (here == 8 && stored - used >= 8) {  // without a branch, and never beyond the values
       for (int i = 0; i < 8; ++i) {
-        const T one = bits >> i & 1;
-        out[at + i] = values[used] & T(0 - one);
-        used += one;
+        const T kept = bits >> i & 1;
+        out[at + i] = values[used] & T(0 - kept);
+        used += kept;
       }
       continue;
     }
@@ -41,17 +41,20 @@ __attribute__((target("avx512f"))) int64_t expand_wide(const uint8_t* mask, int6
   for (; at + 16 <= count && stored - used >= 16; at += 16) {
     uint16_t bits;
     memcpy(&bits, mask + at / 8, 2);
-    _mm512_storeu_si512(out + at, _mm512_maskz_expand_epi32(bits, _mm512_loadu_si512(values + used)));
+    _mm512_storeu_si512(out + at,
+                        _mm512_maskz_expand_epi32(bits, _mm512_loadu_si512(values + used)));
     used += __builtin_popcount(bits);
   }
   return expand(mask, at, count, values, used, stored, out);
 }
 #else
-inline int64_t expand_wide(const uint8_t*, int64_t, const uint32_t*, int64_t, uint32_t*) { return 0; }
+inline int64_t expand_wide(const uint8_t*, int64_t, const uint32_t*, int64_t, uint32_t*) {
+  return 0;
+}
 #endif
 
-int64_t expand_any(const uint8_t* mask, int64_t count, const uint32_t* values, int64_t stored,
-                   uint32_t* out) {
+int64_t expand_words(const uint8_t* mask, int64_t count, const uint32_t* values, int64_t stored,
+                     uint32_t* out) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f")) return expand_wide(mask, count, values, stored, out);
@@ -59,7 +62,7 @@ int64_t expand_any(const uint8_t* mask, int64_t count, const uint32_t* values, i
   return expand(mask, 0, count, values, 0, stored, out);
 }
 
-constexpr int kAtOnce = 2048;  // places: what they need meanwhile stays in L1
+constexpr int kChunk = 2048;  // places: what they need meanwhile stays in L1
 #define TORCHCRAM_INLINE inline __attribute__((always_inline))
 
 // Integers of `bits` bits in a row, lowest bit first. The lowest of them stands for -0.0.
@@ -80,13 +83,13 @@ struct Integers {
   TORCHCRAM_INLINE void read(int64_t first, int64_t count, float* out) const {
     const uint8_t* at = packed + first / 8 * bits;
     for (int64_t i = 0; i < count; i += 8, at += bits) {
-      uint64_t eight = 0;
+      uint64_t word = 0;
       const int64_t left = packed + bytes - at;
       if (left >= 8)
-        memcpy(&eight, at, 8);
+        memcpy(&word, at, 8);
       else
-        memcpy(&eight, at, left < bits ? left : bits);
-      for (int j = 0; j < 8; ++j) out[i + j] = number[eight >> (j * bits) & ((1 << bits) - 1)];
+        memcpy(&word, at, left < bits ? left : bits);
+      for (int j = 0; j < 8; ++j) out[i + j] = number[word >> (j * bits) & ((1 << bits) - 1)];
     }
   }
 };
@@ -118,7 +121,7 @@ TORCHCRAM_WIDE void read_wide(const Integers& from, int64_t first, int64_t count
 }
 
 // Past the caches, which a tensor would fill: what is written need not be read before.
-TORCHCRAM_WIDE void give_wide(const float* from, int64_t count, float* out) {
+TORCHCRAM_WIDE void store_wide(const float* from, int64_t count, float* out) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(out) % 64 == 0)
     for (; i + 16 <= count; i += 16) _mm512_stream_ps(out + i, _mm512_loadu_ps(from + i));
@@ -126,7 +129,7 @@ TORCHCRAM_WIDE void give_wide(const float* from, int64_t count, float* out) {
 }
 #else
 inline void read_wide(const Integers&, int64_t, int64_t, float*) {}
-inline void give_wide(const float*, int64_t, float*) {}
+inline void store_wide(const float*, int64_t, float*) {}
 #endif
 
 struct Stored {
@@ -163,33 +166,33 @@ TORCHCRAM_INLINE void scale(const Stored& s, int64_t at, int64_t count, float* v
 // Returns how many values were used, or -1 where there are too few.
 TORCHCRAM_INLINE int64_t decode(const Stored& s, bool wide) {
   const Integers integers(s.values, s.stored, s.bits);
-  float some[kAtOnce + 32], placed[kAtOnce];
+  float unpacked[kChunk + 32], expanded[kChunk];
   int64_t used = 0;
-  for (int64_t at = 0; at < s.count; at += kAtOnce) {
-    const int64_t here = s.count - at < kAtOnce ? s.count - at : kAtOnce;
+  for (int64_t at = 0; at < s.count; at += kChunk) {
+    const int64_t here = s.count - at < kChunk ? s.count - at : kChunk;
     const int64_t needed = s.mask ? count_ones(s.mask + at / 8, here) : here;
     if (needed > s.stored - used) return -1;
     const float* from = static_cast<const float*>(s.values) + used;
     if (s.bits) {
       const int64_t first = used / 8 * 8, count = needed + used % 8;
-      wide ? read_wide(integers, first, count, some) : integers.read(first, count, some);
-      from = some + used % 8;
+      wide ? read_wide(integers, first, count, unpacked) : integers.read(first, count, unpacked);
+      from = unpacked + used % 8;
     }
     if (!s.mask) {
-      memcpy(placed, from, here * sizeof(float));
+      memcpy(expanded, from, here * sizeof(float));
     } else {
       // beyond what is needed there is more to read, of which nothing is used
-      const int64_t there = s.bits ? needed + 16 : s.stored - used;
+      const int64_t available = s.bits ? needed + 16 : s.stored - used;
       const uint32_t* values = reinterpret_cast<const uint32_t*>(from);
-      uint32_t* out = reinterpret_cast<uint32_t*>(placed);
-      wide ? expand_wide(s.mask + at / 8, here, values, there, out)
-           : expand(s.mask + at / 8, 0, here, values, 0, there, out);
+      uint32_t* out = reinterpret_cast<uint32_t*>(expanded);
+      wide ? expand_wide(s.mask + at / 8, here, values, available, out)
+           : expand(s.mask + at / 8, 0, here, values, 0, available, out);
     }
-    if (s.scales) scale(s, at, here, placed);
+    if (s.scales) scale(s, at, here, expanded);
     if (wide)
-      give_wide(placed, here, s.out + at);
+      store_wide(expanded, here, s.out + at);
     else
-      memcpy(s.out + at, placed, here * sizeof(float));
+      memcpy(s.out + at, expanded, here * sizeof(float));
     used += needed;
   }
   return used;
@@ -212,11 +215,8 @@ extern "C" __attribute__((visibility("default"))) int64_t torchcram_count_ones(c
 }
 
 // out[i] = table[bytes[i]], rows of `wide` bytes.
-extern "C" __attribute__((visibility("default"))) void torchcram_look_up(const uint8_t* table,
-                                                                         int64_t wide,
-                                                                         const uint8_t* bytes,
-                                                                         int64_t count,
-                                                                         uint8_t* out) {
+extern "C" __attribute__((visibility("default"))) void torchcram_look_up(
+    const uint8_t* table, int64_t wide, const uint8_t* bytes, int64_t count, uint8_t* out) {
   if (wide < 1) return;  // nothing to copy, and there may be no memory for it
   if (wide == 1)
     for (int64_t i = 0; i < count; ++i) out[i] = table[bytes[i]];
@@ -226,9 +226,9 @@ extern "C" __attribute__((visibility("default"))) void torchcram_look_up(const u
 
 // Floats or integers to their places, times their scales. Returns how many values were used, or -1
 // where there are too few.
-extern "C" __attribute__((visibility("default"))) int64_t torchcram_decode(
-    const uint8_t* mask, int64_t count, const void* values, int64_t stored, int bits,
-    const float* scales, int64_t per_scale, float* out) {
+extern "C" __attribute__((visibility("default"))) int64_t
+torchcram_decode(const uint8_t* mask, int64_t count, const void* values, int64_t stored, int bits,
+                 const float* scales, int64_t per_scale, float* out) {
   const Stored s{mask, count, values, stored, bits, scales, per_scale, out};
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -241,13 +241,22 @@ extern "C" __attribute__((visibility("default"))) int64_t torchcram_decode(
 
 // out[i] = the next value where bit i of the mask is set, zero elsewhere; values of 1, 2, 4 or 8
 // bytes. Returns how many values were used, or -1 where there are too few.
-extern "C" __attribute__((visibility("default"))) int64_t torchcram_expand(
-    const uint8_t* mask, int64_t count, const void* values, int64_t stored, int64_t size, void* out) {
+extern "C" __attribute__((visibility("default"))) int64_t
+torchcram_expand(const uint8_t* mask, int64_t count, const void* values, int64_t stored,
+                 int64_t size, void* out) {
   switch (size) {
-    case 1: return expand(mask, 0, count, static_cast<const uint8_t*>(values), 0, stored, static_cast<uint8_t*>(out));
-    case 2: return expand(mask, 0, count, static_cast<const uint16_t*>(values), 0, stored, static_cast<uint16_t*>(out));
-    case 4: return expand_any(mask, count, static_cast<const uint32_t*>(values), stored, static_cast<uint32_t*>(out));
-    case 8: return expand(mask, 0, count, static_cast<const uint64_t*>(values), 0, stored, static_cast<uint64_t*>(out));
+    case 1:
+      return expand(mask, 0, count, static_cast<const uint8_t*>(values), 0, stored,
+                    static_cast<uint8_t*>(out));
+    case 2:
+      return expand(mask, 0, count, static_cast<const uint16_t*>(values), 0, stored,
+                    static_cast<uint16_t*>(out));
+    case 4:
+      return expand_words(mask, count, static_cast<const uint32_t*>(values), stored,
+                          static_cast<uint32_t*>(out));
+    case 8:
+      return expand(mask, 0, count, static_cast<const uint64_t*>(values), 0, stored,
+                    static_cast<uint64_t*>(out));
   }
   return -1;
 }

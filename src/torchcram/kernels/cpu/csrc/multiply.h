@@ -7,7 +7,7 @@
 namespace torchcram {
 namespace {
 
-constexpr int kFourVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
+constexpr int kQuadVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
 constexpr int kPairVectors = 4;
 
 // The streams of a block and a group of rows. Whatever has been written to them since they were
@@ -21,9 +21,9 @@ struct Stream {
 
 // What a row starts from: its bias in the first block (no bias: null), what there is in the others.
 template <int V>
-TORCHCRAM_INLINE void begin(Vector (&sum)[V], const Vector* at, const float* bias, int64_t row,
-                            bool first) {
-  const Vector start = first && bias ? all(bias[row]) : Vector{};
+TORCHCRAM_INLINE void init_sums(Vector (&sum)[V], const Vector* at, const float* bias, int64_t row,
+                                bool first) {
+  const Vector start = first && bias ? broadcast(bias[row]) : Vector{};
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) sum[v] = first ? start : at[v];
 }
@@ -38,8 +38,8 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
     Vector* b = reinterpret_cast<Vector*>(sums + j * kPanel);
     s.column += 3;
     Vector sum[2][V];
-    begin(sum[0], a, i < rows ? bias : nullptr, i, First);
-    begin(sum[1], b, j < rows ? bias : nullptr, j, First);
+    init_sums(sum[0], a, i < rows ? bias : nullptr, i, First);
+    init_sums(sum[1], b, j < rows ? bias : nullptr, j, First);
     for (; count > 1; count -= 2, s.column += 4, s.value += 4) {
       uint64_t four;  // columns by one load: it is loads that limit the speed
       memcpy(&four, s.column, sizeof four);
@@ -99,7 +99,7 @@ TORCHCRAM_INLINE void add_each(const char* panel, const uint16_t* columns, const
 }
 
 template <int V, bool First>
-void run_fours(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
+void run_quad_rows(const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
   for (int64_t row = 0; row < rows; row += 4) {
     int shared = s.column[0], rest = s.column[1];
     if (16 * shared + 4 * rest > s.end - s.value) return;
@@ -109,7 +109,7 @@ void run_fours(const char* panel, Stream s, float* sums, int64_t rows, const flo
     for (int r = 0; r < 4; ++r) {
       const int64_t i = s.column[2 + r] % kSumsRows;
       at[r] = reinterpret_cast<Vector*>(sums + i * kPanel);
-      begin(sum[r], at[r], i < rows ? bias : nullptr, i, First);
+      init_sums(sum[r], at[r], i < rows ? bias : nullptr, i, First);
     }
     s.column += 6;
     for (; shared > 0; --shared, s.column += 10, s.value += 16) {
@@ -137,7 +137,7 @@ void run_fours(const char* panel, Stream s, float* sums, int64_t rows, const flo
 template <int V, bool First>
 void run(bool pairs, const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
   if (pairs) return run_pairs<V, First>(panel, s, sums, rows, bias);
-  if constexpr (V <= kFourVectors) run_fours<V, First>(panel, s, sums, rows, bias);
+  if constexpr (V <= kQuadVectors) run_quad_rows<V, First>(panel, s, sums, rows, bias);
 }
 
 TORCHCRAM_INLINE Stream stream(const Packed& packed, int64_t block, int64_t group) {
@@ -150,27 +150,35 @@ void multiply(const Packed& packed, int64_t block, int64_t group, const char* pa
               int vectors, const float* bias) {
   const Stream s = stream(packed, block, group);
   const int64_t rows = packed.group_rows(group);
-  const bool pairs = packed.header->form == kPairs;
-  const int most = pairs ? kPairVectors : kFourVectors;
+  const bool pairs = packed.header->layout == kPairs;
+  const int limit = pairs ? kPairVectors : kQuadVectors;
   if (First && bias) bias += packed.first_row(group);
-  for (int done = 0; done < vectors; done += most) {
+  for (int done = 0; done < vectors; done += limit) {
     const char* x = panel + done * sizeof(Vector);
     float* y = sums + done * kLanes;
-    switch (vectors - done < most ? vectors - done : most) {
-      case 1: run<1, First>(pairs, x, s, y, rows, bias); break;
-      case 2: run<2, First>(pairs, x, s, y, rows, bias); break;
-      case 3: run<3, First>(pairs, x, s, y, rows, bias); break;
-      case 4: run<4, First>(pairs, x, s, y, rows, bias); break;
+    switch (vectors - done < limit ? vectors - done : limit) {
+      case 1:
+        run<1, First>(pairs, x, s, y, rows, bias);
+        break;
+      case 2:
+        run<2, First>(pairs, x, s, y, rows, bias);
+        break;
+      case 3:
+        run<3, First>(pairs, x, s, y, rows, bias);
+        break;
+      case 4:
+        run<4, First>(pairs, x, s, y, rows, bias);
+        break;
     }
   }
 }
 
 // A part of the rows: groups from first to before last, and where their sums are: [row][64].
-struct Rows {
+struct RowRange {
   int64_t first, last;
   float* sums;
   const Packed& packed;
-  Rows(const Packed& p, int64_t part, int64_t parts, int slot)
+  RowRange(const Packed& p, int64_t part, int64_t parts, int slot)
       : first(p.groups() * part / parts), last(p.groups() * (part + 1) / parts), packed(p) {
     // Behind the last rows there is room for whatever row a stream may name and, where the sums are
     // the panel of another layer, for whatever its columns may point to; a column is before them.
@@ -185,7 +193,8 @@ struct Rows {
 
 // sums += W[rows, block] panel, for the first `vectors` vectors of the panel, whose first column
 // holds zeros; the first block starts from the bias.
-void multiply(const Rows& rows, int64_t block, const float* panel, int vectors, const float* bias) {
+void multiply(const RowRange& rows, int64_t block, const float* panel, int vectors,
+              const float* bias) {
   const char* x = reinterpret_cast<const char*>(panel);
   for (int64_t group = rows.first; group < rows.last; ++group) {
     if (block == 0)
@@ -203,10 +212,14 @@ TORCHCRAM_INLINE void each(float* values, int64_t count, Function function) {
 // In place; `count` is a multiple of the lanes.
 void activate(float* values, int64_t count, int activation) {
   switch (activation) {
-    case kRelu: return each(values, count, relu);
-    case kGelu: return each(values, count, gelu);
-    case kGeluTanh: return each(values, count, gelu_tanh);
-    case kSilu: return each(values, count, silu);
+    case kRelu:
+      return each(values, count, relu);
+    case kGelu:
+      return each(values, count, gelu);
+    case kGeluTanh:
+      return each(values, count, gelu_tanh);
+    case kSilu:
+      return each(values, count, silu);
   }
 }
 

@@ -72,9 +72,9 @@ void add_pairs(const Dense& dense, int64_t first, int64_t last, int64_t from, in
     for (size_t j = 0; j < count; ++j)
       for (int i = 0; i < 2; ++i) {
         const std::vector<int64_t>& ks = kept[order[pair + i]];
-        const bool fill = j >= ks.size();
-        out.columns.push_back(fill ? 0 : dense.offsets[ks[j]]);
-        out.values.push_back(fill ? 0.0f : dense.at(first + order[pair + i], ks[j]));
+        const bool fill_pair = j >= ks.size();
+        out.columns.push_back(fill_pair ? 0 : dense.offsets[ks[j]]);
+        out.values.push_back(fill_pair ? 0.0f : dense.at(first + order[pair + i], ks[j]));
       }
   }
 }
@@ -109,7 +109,7 @@ struct Shared {
 };
 
 // Four rows and which columns are read for two of them at once. Each pair of rows has as many.
-struct Four {
+struct QuadRows {
   const Dense* dense;
   int64_t rows[4];
   std::vector<int64_t> users[16];  // columns by the bits of the rows that use them
@@ -117,8 +117,8 @@ struct Four {
   std::vector<Shared> pairs[6];
   std::vector<int64_t> alone[4];
 
-  Four(const Dense& dense, const Row* four, int64_t from, int64_t to) : dense(&dense) {
-    for (int i = 0; i < 4; ++i) rows[i] = four[i].row;
+  QuadRows(const Dense& dense, const Row* quad, int64_t from, int64_t to) : dense(&dense) {
+    for (int i = 0; i < 4; ++i) rows[i] = quad[i].row;
     for (int64_t k = from; k < to; ++k) {
       int bits = 0;
       for (int i = 0; i < 4; ++i) bits |= (dense.at(rows[i], k) != 0.0f) << i;
@@ -130,28 +130,28 @@ struct Four {
     most /= 6;  // beyond it there is nothing to share
     size_t best = 0, least = SIZE_MAX;
     for (size_t count = most * 3 / 4; count <= most; ++count) {
-      divide(count);
+      assign_columns(count);
       const size_t cost = 64 * shared + 21 * rest;  // 64 multiplications or 21 loads, two at a time
       if (cost < least) least = cost, best = count;
     }
-    divide(best);
+    assign_columns(best);
   }
 
-  void divide(size_t count) {
+  void assign_columns(size_t count) {
     shared = count;
     for (auto& pair : pairs) pair.clear();
     for (auto& row : alone) row.clear();
     for (int size = 1; size <= 4; ++size)  // columns that leave a choice come last
       for (int bits = 1; bits < 16; ++bits)
         if (__builtin_popcount(bits) == size)
-          for (int64_t k : users[bits]) place(k, bits);
+          for (int64_t k : users[bits]) assign(k, bits);
     for (int pair = 0; pair < 6; ++pair)
-      while (pairs[pair].size() < shared) fill(pair);
+      while (pairs[pair].size() < shared) fill_pair(pair);
     rest = 0;  // each step with shared columns has one of each row alone as well
     for (const auto& row : alone) rest = std::max(rest, std::max(row.size(), shared) - shared);
   }
 
-  void place(int64_t k, int bits) {
+  void assign(int64_t k, int bits) {
     for (int best = 0; best >= 0;) {
       best = -1;
       for (int pair = 0; pair < 6; ++pair) {
@@ -169,7 +169,7 @@ struct Four {
   // A pair that has no column left in common takes one of the single columns of either row, but
   // only one that the other row uses as well, in another step: a factor of zero would pass NaN and
   // infinities of the input on to a row that does not use that column.
-  void fill(int pair) {
+  void fill_pair(int pair) {
     const int a = kRowPairs[pair][0], b = kRowPairs[pair][1];
     const bool second_first = alone[b].size() > alone[a].size();
     for (const bool second : {second_first, !second_first}) {
@@ -210,7 +210,7 @@ struct Four {
 
 // Moves rows with many columns in common together, by fours. A partner is one of the next rows: the
 // more there are to choose from, the more is shared, but the less alike are the counts.
-void match(std::vector<Row>& rows) {
+void group_similar_rows(std::vector<Row>& rows) {
   const size_t choice = rows.size() / 24;
   for (size_t at = 0; at < rows.size(); ++at) {
     int most = -1;
@@ -225,32 +225,32 @@ void match(std::vector<Row>& rows) {
 }
 
 // The same, four rows at a time: a column that two of them use is read once for both.
-void add_fours(const Dense& dense, int64_t first, int64_t last, int64_t from, int64_t to,
-               Streams& out) {
+void add_quad_rows(const Dense& dense, int64_t first, int64_t last, int64_t from, int64_t to,
+                   Streams& out) {
   std::vector<Row> rows;
   for (int64_t row = first; row < first + (last - first + 3) / 4 * 4; ++row)
     rows.emplace_back(dense, row, from, to);
   std::stable_sort(rows.begin(), rows.end(),
                    [](const Row& a, const Row& b) { return a.count < b.count; });
-  match(rows);
-  std::vector<Four> fours;
-  for (size_t i = 0; i < rows.size(); i += 4) fours.emplace_back(dense, &rows[i], from, to);
+  group_similar_rows(rows);
+  std::vector<QuadRows> quads;
+  for (size_t i = 0; i < rows.size(); i += 4) quads.emplace_back(dense, &rows[i], from, to);
   // Loops that mostly end where the last one did: a branch that was not foreseen costs as much as
   // eight weights.
-  std::stable_sort(fours.begin(), fours.end(), [](const Four& a, const Four& b) {
+  std::stable_sort(quads.begin(), quads.end(), [](const QuadRows& a, const QuadRows& b) {
     return a.shared != b.shared ? a.shared < b.shared : a.rest < b.rest;
   });
-  for (const Four& four : fours) four.write(first, out);
+  for (const QuadRows& quad : quads) quad.write(first, out);
 }
 
 }  // namespace
 
 // Returns how many bytes it takes, -1 where there is nothing; writes them where there is room.
-int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
+int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
              const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room) {
   if (rows < 1 || inner < 1 || block < 1) return -1;
   Header h{};
-  h.magic = kMagic, h.rows = rows, h.inner = inner, h.form = form;
+  h.magic = kMagic, h.rows = rows, h.inner = inner, h.layout = layout;
   h.blocks = (inner + block - 1) / block;
   h.groups = 1;
   while (rows > h.groups * kMostRows) h.groups *= 2;
@@ -265,9 +265,9 @@ int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
   for (int64_t b = 0; b < h.blocks; ++b)
     for (int64_t g = 0; g < h.groups; ++g) {
       starts.push_back({int64_t(streams.columns.size()), int64_t(streams.values.size())});
-      auto add = form == kPairs ? add_pairs : add_fours;
-      add(dense, g * h.group_rows, std::min((g + 1) * h.group_rows, rows), inner_starts[b],
-          inner_starts[b + 1], streams);
+      auto add_rows = layout == kPairs ? add_pairs : add_quad_rows;
+      add_rows(dense, g * h.group_rows, std::min((g + 1) * h.group_rows, rows), inner_starts[b],
+               inner_starts[b + 1], streams);
     }
   starts.push_back({int64_t(streams.columns.size()), int64_t(streams.values.size())});
   h.columns_at = aligned(starts_at(h) + starts.size() * sizeof(Start));

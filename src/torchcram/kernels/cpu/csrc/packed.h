@@ -24,20 +24,20 @@
 
 namespace torchcram {
 
-constexpr int kPanel = 64;           // tokens
-constexpr int kPanelBytes = 256;     // of one k
-constexpr int kMostRows = 384;       // of a group
-constexpr int kSumsRows = 512;       // of the sums of a group: a power of two
-constexpr int64_t kPanelRoom = 65536;  // bytes that columns, numbers of 16 bits, can point to
-constexpr int64_t kMagic = 0x324d415243;  // "CRAM2"
-constexpr int64_t kPanelMost = 28672;  // bytes of a panel of pixels that L1 holds
+constexpr int kPanel = 64;                   // tokens
+constexpr int kPanelBytes = 256;             // of one k
+constexpr int kMostRows = 384;               // of a group
+constexpr int kSumsRows = 512;               // of the sums of a group: a power of two
+constexpr int64_t kPanelRoom = 65536;        // bytes that columns, numbers of 16 bits, can point to
+constexpr int64_t kMagic = 0x324d415243;     // "CRAM2"
+constexpr int64_t kPixelPanelBytes = 28672;  // bytes of a panel of pixels that L1 holds
 constexpr size_t kAlign = 64;
 
-enum Form : int64_t { kPairs = 2, kFours = 3 };
+enum Layout : int64_t { kPairs = 2, kQuadRows = 3 };
 enum Activation : int { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
 struct Header {
-  int64_t magic, bytes, rows, inner, form, blocks, groups, group_rows, columns_at, values_at;
+  int64_t magic, bytes, rows, inner, layout, blocks, groups, group_rows, columns_at, values_at;
 };
 
 struct Start {
@@ -65,7 +65,7 @@ struct Packed {
 
 // Whether memory of so many bytes has the header and the tables of a packed matrix; what the tables
 // lead to is within it.
-bool good_tables(const void* memory, int64_t bytes);
+bool valid_tables(const void* memory, int64_t bytes);
 
 struct Convolution {
   int64_t batch, channels, height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w,
@@ -76,8 +76,8 @@ struct Convolution {
 // kernel column are neighbours there, whatever the stride.
 struct Strip {
   int64_t slots = 0;
-  int64_t slot_of[64];    // by kernel column
-  int64_t pixel_of[256];  // by slot: relative to the first output's first pixel
+  int64_t slot_of[64];                     // by kernel column
+  int64_t pixel_of[256];                   // by slot: relative to the first output's first pixel
   bool lay_out(const Convolution& shape);  // false where the kernel is too wide
 };
 
@@ -104,7 +104,7 @@ struct Job {
 
 // A Linear layer in 8 bits: the packed matrix, its bytes and rows, what each row starts from, its
 // scale, its bias.
-struct Layer8 {
+struct LayerInt8 {
   const void* packed;
   int64_t bytes, rows;
   const int32_t* start;

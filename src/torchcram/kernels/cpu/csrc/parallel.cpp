@@ -27,7 +27,7 @@ struct Work {
 };
 
 // No exception leaves it: the OpenMP runtime and the threads of the pool could not pass one on.
-void take_part(void* data) noexcept {
+void run_tasks(void* data) noexcept {
   Work& work = *static_cast<Work*>(data);
   try {
     for (int64_t first; (first = work.next.fetch_add(work.step)) < work.count;)
@@ -48,12 +48,12 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       start(threads - 1);
       work_ = &work;
-      wanted_ = threads - 1;
+      requested_ = threads - 1;
     }
     wake_.notify_all();
-    take_part(&work);
+    run_tasks(&work);
     std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;
+    requested_ = 0;
     idle_.wait(lock, [this] { return busy_ == 0; });
     return true;
   }
@@ -62,20 +62,20 @@ class Pool {
   // Where a thread cannot be started, those that there are do the work.
   void start(int threads) {
     try {
-      for (; started_ < threads; ++started_) std::thread([this] { serve(); }).detach();
+      for (; started_ < threads; ++started_) std::thread([this] { work_loop(); }).detach();
     } catch (...) {
     }
   }
 
-  void serve() {
+  void work_loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return wanted_ > 0; });
-      --wanted_;
+      wake_.wait(lock, [this] { return requested_ > 0; });
+      --requested_;
       ++busy_;
       Work* work = work_;
       lock.unlock();
-      take_part(work);
+      run_tasks(work);
       lock.lock();
       if (--busy_ == 0) idle_.notify_all();
     }
@@ -84,7 +84,7 @@ class Pool {
   std::mutex turn_, mutex_;
   std::condition_variable wake_, idle_;
   Work* work_ = nullptr;
-  int started_ = 0, wanted_ = 0, busy_ = 0;
+  int started_ = 0, requested_ = 0, busy_ = 0;
 };
 
 typedef void (*OpenMP)(void (*)(void*), void*, unsigned, unsigned);
@@ -121,9 +121,9 @@ void parallel(Task task, const void* job, int64_t count, int threads) {
   Work work{task, job, count, step > 1 ? step : 1, {}, {}};
   OpenMP region = openmp.load();
   if (threads > 1 && region)
-    region(take_part, &work, unsigned(threads), 0);
+    region(run_tasks, &work, unsigned(threads), 0);
   else if (threads == 1 || !pool->run(work, threads))
-    take_part(&work);
+    run_tasks(&work);
   if (work.failed) throw std::bad_alloc();
 }
 
