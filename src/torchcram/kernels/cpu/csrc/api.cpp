@@ -1,4 +1,4 @@
-// The C interface.
+// The C interface of the library, called through ctypes.
 #include <cstring>
 #include <initializer_list>
 #include <vector>
@@ -33,12 +33,12 @@ using namespace torchcram;
 
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Goes up with every change of the functions below: another number is of other sources.
+// Version of the functions below; it is raised whenever one of them changes.
 TORCHCRAM_EXPORT int torchcram_interface() { return 2; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
-// For tests: 2 AVX-512, 1 AVX2, 0 portable; false where the machine does not have it.
+// For tests: uses AVX-512 (2), AVX2 (1) or portable code (0); false if the machine lacks it.
 TORCHCRAM_EXPORT int torchcram_use_level(int level) {
   const Kernels* limit = best();
 #if defined(__x86_64__)
@@ -60,10 +60,10 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
 
 TORCHCRAM_EXPORT void torchcram_use_openmp(void* parallel) { use_openmp(parallel); }
 
-// Every function below that allocates memory returns kNoMemory where there is not enough of it.
+// Every function below that allocates memory returns kNoMemory if there is not enough of it.
 
-// The form of a matrix: 2 pairs, 3 fours. Returns how many bytes it takes, and writes them where
-// there is room for them; -1 where it cannot be packed.
+// Packs a matrix (rows, inner) in a layout: 2 for pairs, 3 for quad rows. Returns the number of
+// bytes and writes them if `room` is large enough; -1 if the matrix cannot be packed.
 TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows, int64_t inner,
                                                int64_t layout, int64_t block, void* out,
                                                int64_t room) {
@@ -76,7 +76,7 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows
   });
 }
 
-// For panels of images; those of pixels are packed as Linear layers are.
+// Packs a convolution for panels of images; panels of pixels use torchcram_pack_linear.
 TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t layout,
                                                const Convolution* shape, void* out, int64_t room) {
   const Convolution& c = *shape;
@@ -103,8 +103,8 @@ TORCHCRAM_EXPORT int torchcram_check(const void* memory, int64_t bytes) {
   return check(memory, bytes);
 }
 
-// Whether the blocks of a matrix fit its panel behind the column of zeros, if each unit of k takes
-// so many bytes there.
+// Returns whether the blocks of a matrix fit its panel behind the column of zeros if every `unit`
+// of k takes `bytes` there.
 static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
@@ -123,7 +123,7 @@ static Job make_job(const Packed& packed, const float* x, const float* bias, con
   return job;
 }
 
-// Runs the tasks of a kernel; what a function of the C interface returns then.
+// Runs the tasks of a kernel and returns the result for the caller of the C interface.
 static int run_tasks(Task task, const void* job, int64_t count, int threads) {
   return without_exceptions([&] {
     parallel(task, job, count, threads);
@@ -135,7 +135,7 @@ static int64_t count_splits(int64_t tasks, int threads, const Packed& packed) {
   return tasks >= threads ? 1 : packed.groups();
 }
 
-// They return whether the matrix is one of the shape that is asked for; nothing is done if not.
+// The functions of layers return 0 and compute nothing if the packed matrix has another shape.
 TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
                                       const void* memory, int64_t bytes, const float* bias,
                                       const float* residual, int activation, float* y,
@@ -152,7 +152,7 @@ TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t in
   return run_tasks(kernels->linear, &job, panels * splits, threads);
 }
 
-// Whether there are kernels for 8 bits here.
+// Returns whether this machine has kernels for 8 bits.
 TORCHCRAM_EXPORT int torchcram_has_int8() {
 #if defined(__x86_64__)
   return kernels->linear_int8 != nullptr && __builtin_cpu_supports("avx512vnni");
@@ -161,7 +161,7 @@ TORCHCRAM_EXPORT int torchcram_has_int8() {
 #endif
 }
 
-// A Linear layer in 8 bits, or two where there is a second, an activation after the first.
+// A Linear layer in 8 bits, followed by an activation and, if it is not null, a second layer.
 TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64_t inner,
                                            int64_t rows, const LayerInt8* first, int activation,
                                            const LayerInt8* second, const float* residual, float* y,
@@ -189,7 +189,7 @@ TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64
   return run_tasks(kernels->linear_int8, &job, panels * splits, threads);
 }
 
-// Two Linear layers, an activation between them.
+// Two Linear layers with an activation between them.
 TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int64_t inner,
                                             int64_t middle, int64_t rows, const void* first,
                                             int64_t first_bytes, const float* bias, int activation,
@@ -245,7 +245,7 @@ void pad(const void* data, int64_t plane) {
   memset(to, 0, job.stride * job.rows * job.columns * sizeof(float));
   for (int64_t remainder = 0; remainder < job.stride; ++remainder) {
     const int64_t before = job.left > remainder ? job.left - remainder : 0;
-    const int64_t first = (before + job.stride - 1) / job.stride;  // column with a pixel
+    const int64_t first = (before + job.stride - 1) / job.stride;  // first column with a pixel
     const int64_t x = first * job.stride + remainder - job.left;
     const int64_t count = x < job.width ? (job.width - x + job.stride - 1) / job.stride : 0;
     float* at = to + (remainder * job.rows + job.top) * job.columns + first;
@@ -261,7 +261,7 @@ void pad(const void* data, int64_t plane) {
 
 }  // namespace
 
-// Puts zeros around planes, and sorts columns by their remainders when divided by the stride:
+// Pads planes with zeros and sorts columns by their remainders modulo the stride:
 // [plane][remainder][row][column]. Returns 1.
 TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t height, int64_t width,
                                    int64_t top, int64_t left, int64_t rows, int64_t columns,
@@ -270,12 +270,12 @@ TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t heigh
   return run_tasks(pad, &job, planes, threads);
 }
 
-// Attention of each sequence of so many tokens to itself; false where there is no kernel for it.
+// Self-attention of each sequence; returns 0 if there is no kernel for it.
 TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, const float* value,
                                          int64_t batch, int64_t tokens, int64_t heads,
                                          int64_t features, float scale, float* output,
                                          int threads) {
-  // A negative scale turns scores around, a tiny one those that stand for no key into others.
+  // The kernel takes the maximum before it scales, and marks missing keys by a score of -3e38.
   if (features % 16 || !(scale >= 1e-30f)) return 0;
   const int64_t tasks = batch * heads;
   const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;

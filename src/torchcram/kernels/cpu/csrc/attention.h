@@ -1,7 +1,7 @@
-// softmax(Q K^T scale) V for tokens that lie as [token][head][feature].
+// Attention: softmax(Q K^T scale) V for tensors laid out as [token][head][feature].
 //
-// Six queries at a time meet a few vectors of keys, and then of values: sums stay in registers. A
-// block of 12 queries shares each panel of 64 keys while it is in L1.
+// The inner loop multiplies six queries by a few vectors of keys, and later of values, so that the
+// sums stay in registers. A block of 12 queries shares each panel of 64 keys while it is in L1.
 #pragma once
 
 #include "linear.h"
@@ -10,10 +10,9 @@ namespace torchcram {
 namespace {
 
 constexpr int kQueries = 6, kBlock = 12;
-constexpr int kTileVectors =
-    kLanes == 16 ? 4 : 2;  // vectors; six queries of them fit the registers
+constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // sums of six queries fit the registers
 
-// sums[query][v] += factor[query][step i] * from[i * 64 + v], over so many steps
+// sums[query][v] += sum over steps i of factors[query][i] * from[i * stride + v].
 template <int V>
 TORCHCRAM_INLINE void accumulate(const float* const (&factors)[kQueries], const float* from,
                                  int64_t stride, int64_t steps, Vector (&sums)[kQueries][V]) {
@@ -30,7 +29,7 @@ TORCHCRAM_INLINE void accumulate(const float* const (&factors)[kQueries], const 
   }
 }
 
-// to[query][v] (+)= the sums of six queries.
+// to[query][v] = the sums of six queries; added to what is there unless `first`.
 template <int V>
 void attend_6_queries(const float* const (&factors)[kQueries], const float* from, int64_t stride,
                       int64_t steps, float* to, int64_t row, bool first) {
@@ -58,10 +57,10 @@ void attend_6_queries(const float* const (&factors)[kQueries], const float* from
     attend_6_queries<1>(factors, from, stride, steps, to, row, first);
 }
 
-// 2^x to 2e-7, x at most 0; zero below 2^-126.
+// 2^x for x <= 0 with a relative error of 2e-7; zero below 2^-126.
 TORCHCRAM_INLINE Vector power_of_two(Vector x) {
   const Vector magic =
-      broadcast(12582912.0f + 127.0f);  // rounds to an integer, plus the bias of floats
+      broadcast(12582912.0f + 127.0f);  // rounds to an integer and adds the exponent bias
   const Vector n = x + magic;
   const Vector r = x - (n - magic);
   Vector p = broadcast(1.327647152e-3f);
@@ -70,11 +69,11 @@ TORCHCRAM_INLINE Vector power_of_two(Vector x) {
   p = p * r + 2.402211972e-1f;
   p = p * r + 6.931469671e-1f;
   p = p * r + 1.000000072f;
-  p *= (Vector)((Ints)n << 23);  // a product, which leaves NaN as it is
+  p *= (Vector)((Ints)n << 23);  // a product, so that NaN stays NaN
   return x < -126.0f ? Vector{} : p;
 }
 
-// One number out of all lanes, by halves.
+// Reduces all lanes to a single number by halving.
 template <class Function>
 TORCHCRAM_INLINE float fold(Vector v, Function function) {
   float lanes[kLanes];
@@ -86,13 +85,14 @@ TORCHCRAM_INLINE float fold(Vector v, Function function) {
   return lanes[0];
 }
 
-// Turns scores into weights up to a factor, which is returned; there is room for whole vectors.
+// Replaces scores by exp(scale * (score - maximum)) and returns the inverse of their sum. The row
+// is padded to a whole number of vectors.
 float softmax_in_place(float* scores, int64_t keys, float scale) {
   for (int64_t i = keys; i % kLanes; ++i) scores[i] = -3e38f;
   Vector highest = broadcast(-3e38f);
   for (int64_t i = 0; i < keys; i += kLanes) highest = maximum(highest, load(scores + i));
   const float highest_score = fold(highest, [](float a, float b) { return a > b ? a : b; });
-  scale *= 1.44269504f;  // powers of two, not of e
+  scale *= 1.44269504f;  // exp(x) = 2^(x / log 2)
   const Vector shift = broadcast(highest_score * scale);
   Vector sum{};
   for (int64_t i = 0; i < keys; i += kLanes) {

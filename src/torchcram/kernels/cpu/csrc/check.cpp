@@ -1,8 +1,8 @@
-// Whether memory holds a packed matrix.
+// Checks whether memory holds a packed matrix.
 //
-// The header and the tables are checked at every call: the kernels trust them. The streams are
-// checked once; the kernels stay within their memory whatever is written to them later, behind the
-// back of torch, and the results are wrong then.
+// The header and the tables are checked at every call, because the kernels trust them. The streams
+// are checked once. If they are overwritten later without torch noticing, results are wrong, but
+// the kernels stay within their memory.
 #include <initializer_list>
 
 #include "packed.h"
@@ -49,7 +49,7 @@ bool valid_pairs(Reader r, int64_t rows) {
   for (int64_t row = 0; row < rows; row += 2) {
     if (r.column + 3 > r.last_column) return false;
     const uint16_t* at = r.columns + r.column;
-    if (at[1] > rows || at[2] > rows) return false;  // an odd row is paired with one past the last
+    if (at[1] > rows || at[2] > rows) return false;  // the last odd row is paired with row `rows`
     r.column += 3;
     if (!r.advance(at[0], 2, 2)) return false;
   }
@@ -70,7 +70,7 @@ bool valid_quad_rows(Reader r, int64_t rows) {
 
 }  // namespace
 
-// Columns of a stream that are no entries: counts and rows.
+// Returns the length of the counts and row numbers in a stream of columns.
 static int64_t other_columns(int64_t layout, int64_t rows) {
   return layout == kPairs ? (rows + 1) / 2 * 3 : (rows + 3) / 4 * 6;
 }
@@ -88,7 +88,7 @@ bool valid_tables(const void* memory, int64_t bytes) {
   if (packed.inner_starts[0] != 0 || packed.inner_starts[h.blocks] != h.inner) return false;
   for (int64_t block = 0; block < h.blocks; ++block) {
     const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
-    if (to <= from || to > h.inner || to - from > 65536) return false;  // from 0 on, they go up
+    if (to <= from || to > h.inner || to - from > 65536) return false;  // increasing from 0
     for (int64_t group = 0; group < h.groups; ++group) {
       const Start* s = packed.starts + block * h.groups + group;
       if (s->column < 0 || s[1].column < s->column || s[1].column > columns) return false;
@@ -96,7 +96,7 @@ bool valid_tables(const void* memory, int64_t bytes) {
       const int64_t stored = s[1].value - s->value;
       const int64_t entries =
           s[1].column - s->column - other_columns(h.layout, packed.group_rows(group));
-      // By fours, 16 values may have only 10 columns: what lies behind all columns are the values.
+      // In quad rows 16 values may share 10 columns; the values lie behind all columns.
       if (entries < 0 || (h.layout == kPairs && entries != stored)) return false;
     }
   }

@@ -1,4 +1,4 @@
-// CRC-32 as zlib has it, many bytes at a time where the machine multiplies without carries.
+// CRC-32 as in zlib, 64 bytes at a time on machines with carry-less multiplication.
 #include <cstdint>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Bit by bit for each byte, once.
+// CRC of each byte, computed once bit by bit.
 struct Table {
   uint32_t next[256];
   Table() {
@@ -33,14 +33,14 @@ TORCHCRAM_CLMUL inline __m128i load(const uint8_t* data) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
 }
 
-// What 16 bytes stand for so many bytes later, and what lies there.
+// Moves the remainder of 16 bytes to a later block and adds that block.
 TORCHCRAM_CLMUL inline __m128i fold(__m128i x, __m128i powers, __m128i next_block) {
   const __m128i low = _mm_clmulepi64_si128(x, powers, 0x00);
   const __m128i high = _mm_clmulepi64_si128(x, powers, 0x11);
   return _mm_xor_si128(_mm_xor_si128(low, high), next_block);
 }
 
-// At least 64 bytes, in 16s. The numbers are remainders of powers of x, bits reversed.
+// At least 64 bytes, a multiple of 16. The constants are bit-reversed remainders of powers of x.
 TORCHCRAM_CLMUL uint32_t crc_of_blocks(const uint8_t* data, int64_t count, uint32_t crc) {
   const __m128i by_64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
   const __m128i by_16 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
@@ -53,7 +53,7 @@ TORCHCRAM_CLMUL uint32_t crc_of_blocks(const uint8_t* data, int64_t count, uint3
   __m128i folded = x[0];
   for (int i = 1; i < 4; ++i) folded = fold(folded, by_16, x[i]);
   for (; count >= 16; data += 16, count -= 16) folded = fold(folded, by_16, load(data));
-  // from 128 bits to 64, and on to 32 by Barrett's reduction
+  // from 128 bits to 64, then to 32 by Barrett reduction
   folded = _mm_xor_si128(_mm_srli_si128(folded, 8), _mm_clmulepi64_si128(folded, by_16, 0x10));
   const __m128i last = _mm_set_epi64x(0, 0x163cd6124);
   const __m128i rest = _mm_srli_si128(folded, 4);
@@ -67,7 +67,7 @@ TORCHCRAM_CLMUL uint32_t crc_of_blocks(const uint8_t* data, int64_t count, uint3
 
 }  // namespace
 
-// The CRC-32 of bytes that come after others, whose CRC-32 is `seen`; 0 at the beginning.
+// Returns the CRC-32 of all bytes so far; `seen` is the CRC-32 of the earlier ones, 0 if none.
 extern "C" __attribute__((visibility("default"))) uint32_t torchcram_crc32(const uint8_t* data,
                                                                            int64_t count,
                                                                            uint32_t seen) {

@@ -1,4 +1,4 @@
-// Convolutions: the panel holds the pixels that the outputs need.
+// Convolutions: a panel holds the input pixels that a few outputs need.
 #pragma once
 
 #include "multiply.h"
@@ -6,18 +6,18 @@
 namespace torchcram {
 namespace {
 
-// What a convolution ends in is simple enough to do on the way out.
+// Adds the residual and applies ReLU while the outputs are written.
 TORCHCRAM_INLINE Vector finish(Vector v, const float* residual, bool rectify) {
   if (residual) v += load(residual);
   return rectify ? relu(v) : v;
 }
 
-// Where runs of neighbouring outputs have their pixels, all runs alike.
+// Offsets of the input pixels of runs of neighbouring outputs; all runs have the same length.
 struct Runs {
   int64_t length, count, at[kPanel];
   Runs(const Convolution& c, int64_t first, int64_t outputs) {
     length = c.out_w % 16 == 0 ? 16 : c.out_w % 8 == 0 ? 8 : c.out_w % 4 == 0 ? 4 : 1;
-    count = outputs / length;  // a row has whole runs, and so have all rows
+    count = outputs / length;  // a row of outputs is a whole number of runs
     for (int64_t i = 0; i < count; ++i) {
       const int64_t output = first + i * length;
       at[i] = output / c.out_w * c.stride_h * c.width + output % c.out_w;
@@ -30,7 +30,7 @@ void load_runs(const float* from, const Runs& runs, float* to) {
   for (int64_t i = 0; i < runs.count; ++i) memcpy(to + i * Length, from + runs.at[i], Length * 4);
 }
 
-// The pixels of a block: [k][64 outputs].
+// Loads the pixels of a block: [k][64 outputs].
 template <int Length>
 void load_pixels(const Job& job, const Runs& runs, int64_t block, const float* image, float* to) {
   const Convolution& c = *job.shape;
@@ -50,9 +50,9 @@ void load_pixels(const Job& job, const Runs& runs, int64_t block, const float* i
   }
 }
 
-// The lanes of a panel are neighbouring outputs of one image, in the order of rows and columns. The
-// input is padded already, and its columns are sorted by their remainders when divided by the
-// stride: [image][channel][remainder][row][column].
+// The lanes of a panel are neighbouring outputs of one image in row-major order. The input is
+// padded already, and its columns are sorted by their remainders modulo the stride:
+// [image][channel][remainder][row][column].
 void pixels(const void* data, int64_t task) {
   const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;
@@ -65,7 +65,7 @@ void pixels(const void* data, int64_t task) {
   const int vectors = (count + kLanes - 1) / kLanes;
   const size_t used = packed.inner_starts[packed.blocks() + 1];
   float* panel = scratch(1, kPanelFloats);
-  if (count % kLanes) memset(panel, 0, used);  // lanes without an output
+  if (count % kLanes) memset(panel, 0, used);  // some lanes have no output
   clear_column(panel);
   const Runs runs(c, first, count);
   const auto take = runs.length == 16  ? load_pixels<16>
@@ -96,10 +96,10 @@ void pixels(const void* data, int64_t task) {
     }
 }
 
-constexpr int kImages = 16;  // in a panel, for each of 4 neighbouring outputs
+constexpr int kImages = 16;  // images in a panel, for each of 4 neighbouring outputs
 
-// panel[channel][ky][slot][image] of the channels of a block, for 4 outputs from a column on. Full:
-// there are 16 images, else the lanes behind them stay zero.
+// Loads panel[channel][ky][slot][image] for the channels of a block and the 4 outputs that begin at
+// a column. With `Full` there are 16 images; otherwise the lanes of missing images stay zero.
 template <bool Full>
 void load_images(const Job& job, int64_t block, int64_t row, int64_t column, int64_t image,
                  int64_t images, float* panel) {
@@ -157,8 +157,8 @@ void store_images(const Job& job, const RowRange& rows, int64_t row, int64_t col
     }
 }
 
-// The lanes of a panel are 16 images, its vectors 4 neighbouring outputs; images lie innermost:
-// [row][column][channel][image]. A task is a row of outputs of 16 images.
+// The lanes of a panel are 16 images, its vectors 4 neighbouring outputs. Images are the innermost
+// dimension: [row][column][channel][image]. A task is a row of outputs of 16 images.
 void images(const void* data, int64_t task) {
   const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;

@@ -1,4 +1,4 @@
-// Stored values back to tensors: to the places that a bit mask keeps, integers times their scales.
+// Decodes stored values: expands them by a bit mask and multiplies integers by their scales.
 #include <cstdint>
 #include <cstring>
 
@@ -8,15 +8,15 @@
 
 namespace {
 
-// From the place `at` on, of which `used` values are gone; returns how many are used in the end, or
-// -1 where there are too few.
+// Expands from position `at` on, after `used` values have been consumed. Returns the number of
+// values consumed in total, or -1 if there are too few.
 template <class T>
 int64_t expand(const uint8_t* mask, int64_t at, int64_t count, const T* values, int64_t used,
                int64_t stored, T* out) {
   for (; at < count; at += 8) {
     const unsigned bits = mask[at / 8];
     const int here = count - at < 8 ? int(count - at) : 8;
-    if (here == 8 && stored - used >= 8) {  // without a branch, and never beyond the values
+    if (here == 8 && stored - used >= 8) {  // branch-free, and never beyond the values
       for (int i = 0; i < 8; ++i) {
         const T kept = bits >> i & 1;
         out[at + i] = values[used] & T(0 - kept);
@@ -62,10 +62,10 @@ int64_t expand_words(const uint8_t* mask, int64_t count, const uint32_t* values,
   return expand(mask, 0, count, values, 0, stored, out);
 }
 
-constexpr int kChunk = 2048;  // places: what they need meanwhile stays in L1
+constexpr int kChunk = 2048;  // positions decoded at a time; their buffers stay in L1
 #define TORCHCRAM_INLINE inline __attribute__((always_inline))
 
-// Integers of `bits` bits in a row, lowest bit first. The lowest of them stands for -0.0.
+// Packed integers of `bits` bits, lowest bit first. The lowest integer encodes -0.0.
 struct Integers {
   const uint8_t* packed;
   int64_t bytes;
@@ -79,7 +79,7 @@ struct Integers {
     number[sign] = -0.0f;
   }
 
-  // Those from the first, a multiple of 8, on; up to 7 more than asked for.
+  // Unpacks `count` integers from `first`, a multiple of 8, on; writes up to 7 more.
   TORCHCRAM_INLINE void read(int64_t first, int64_t count, float* out) const {
     const uint8_t* at = packed + first / 8 * bits;
     for (int64_t i = 0; i < count; i += 8, at += bits) {
@@ -97,7 +97,7 @@ struct Integers {
 #if defined(__x86_64__)
 #define TORCHCRAM_WIDE __attribute__((target("avx512f,avx512bw,avx512vl,popcnt")))
 
-// The same for 4 and 8 bits, 16 at a time; the last ones as above.
+// The same for 4 and 8 bits, 16 integers at a time; the last ones go through `read`.
 TORCHCRAM_WIDE void read_wide(const Integers& from, int64_t first, int64_t count, float* out) {
   const uint8_t* at = from.packed + first / 8 * from.bits;
   const __m512 table = _mm512_loadu_ps(from.number);
@@ -120,7 +120,7 @@ TORCHCRAM_WIDE void read_wide(const Integers& from, int64_t first, int64_t count
   from.read(first + i, count - i, out + i);
 }
 
-// Past the caches, which a tensor would fill: what is written need not be read before.
+// Bypasses the caches: a whole tensor would evict everything else.
 TORCHCRAM_WIDE void store_wide(const float* from, int64_t count, float* out) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(out) % 64 == 0)
@@ -133,13 +133,13 @@ inline void store_wide(const float*, int64_t, float*) {}
 #endif
 
 struct Stored {
-  const uint8_t* mask;  // null: every place has a value
-  int64_t count;        // places
+  const uint8_t* mask;  // null if every position has a value
+  int64_t count;        // positions
   const void* values;
   int64_t stored;
-  int bits;             // of integers; 0 for floats
-  const float* scales;  // null: none
-  int64_t per_scale;    // places
+  int bits;             // bits of an integer; 0 for floats
+  const float* scales;  // may be null
+  int64_t per_scale;    // positions that share a scale
   float* out;
 };
 
@@ -154,7 +154,7 @@ int64_t count_ones(const uint8_t* mask, int64_t places) {
   return count;
 }
 
-// Multiplies the places from `at` on.
+// Multiplies the values of positions from `at` on by their scales.
 TORCHCRAM_INLINE void scale(const Stored& s, int64_t at, int64_t count, float* values) {
   for (int64_t i = 0; i < count;) {
     const int64_t row = (at + i) / s.per_scale, next = (row + 1) * s.per_scale - at;
@@ -163,7 +163,7 @@ TORCHCRAM_INLINE void scale(const Stored& s, int64_t at, int64_t count, float* v
   }
 }
 
-// Returns how many values were used, or -1 where there are too few.
+// Returns the number of values consumed, or -1 if there are too few.
 TORCHCRAM_INLINE int64_t decode(const Stored& s, bool wide) {
   const Integers integers(s.values, s.stored, s.bits);
   float unpacked[kChunk + 32], expanded[kChunk];
@@ -181,7 +181,7 @@ TORCHCRAM_INLINE int64_t decode(const Stored& s, bool wide) {
     if (!s.mask) {
       memcpy(expanded, from, here * sizeof(float));
     } else {
-      // beyond what is needed there is more to read, of which nothing is used
+      // more values can be read than are needed
       const int64_t available = s.bits ? needed + 16 : s.stored - used;
       const uint32_t* values = reinterpret_cast<const uint32_t*>(from);
       uint32_t* out = reinterpret_cast<uint32_t*>(expanded);
@@ -208,24 +208,23 @@ TORCHCRAM_WIDE int64_t decode_wide(const Stored& s) {
 
 }  // namespace
 
-// The bits that are set among the first places of a mask.
+// Returns the number of bits set among the first `places` of a mask.
 extern "C" __attribute__((visibility("default"))) int64_t torchcram_count_ones(const uint8_t* mask,
                                                                                int64_t places) {
   return count_ones(mask, places);
 }
 
-// out[i] = table[bytes[i]], rows of `wide` bytes.
+// out[i] = table[bytes[i]] for rows of `wide` bytes.
 extern "C" __attribute__((visibility("default"))) void torchcram_look_up(
     const uint8_t* table, int64_t wide, const uint8_t* bytes, int64_t count, uint8_t* out) {
-  if (wide < 1) return;  // nothing to copy, and there may be no memory for it
+  if (wide < 1) return;  // nothing to copy, and `out` may be null
   if (wide == 1)
     for (int64_t i = 0; i < count; ++i) out[i] = table[bytes[i]];
   else
     for (int64_t i = 0; i < count; ++i) memcpy(out + i * wide, table + bytes[i] * wide, wide);
 }
 
-// Floats or integers to their places, times their scales. Returns how many values were used, or -1
-// where there are too few.
+// Decodes floats or integers. Returns the number of values consumed, or -1 if there are too few.
 extern "C" __attribute__((visibility("default"))) int64_t
 torchcram_decode(const uint8_t* mask, int64_t count, const void* values, int64_t stored, int bits,
                  const float* scales, int64_t per_scale, float* out) {
@@ -239,8 +238,8 @@ torchcram_decode(const uint8_t* mask, int64_t count, const void* values, int64_t
   return decode(s, false);
 }
 
-// out[i] = the next value where bit i of the mask is set, zero elsewhere; values of 1, 2, 4 or 8
-// bytes. Returns how many values were used, or -1 where there are too few.
+// out[i] = the next value if bit i of the mask is set, else zero; values have 1, 2, 4 or 8 bytes.
+// Returns the number of values consumed, or -1 if there are too few.
 extern "C" __attribute__((visibility("default"))) int64_t
 torchcram_expand(const uint8_t* mask, int64_t count, const void* values, int64_t stored,
                  int64_t size, void* out) {

@@ -1,8 +1,8 @@
-// Y = activation(X W^T + bias) + residual with weights and activations in 8 bits.
+// Linear layers in 8 bits: Y = activation(X W^T + bias) + residual.
 //
-// Four weights of a row, neighbours along k, are one 32-bit value of the packed matrix; a value is
-// kept where one of the four is. The four activations of a token are one 32-bit lane of the panel:
-// unsigned, 128 stands for zero, one scale per token.
+// Four neighbouring weights of a row are one 32-bit value of the packed matrix; a value is stored
+// if any of the four is not zero. Four activations of a token are one 32-bit lane of the panel.
+// They are unsigned with zero point 128, and each token has its own scale.
 #pragma once
 
 #if defined(TORCHCRAM_AVX512)
@@ -75,10 +75,10 @@ void multiply_int8(const RowRange& rows, int64_t block, const float* panel, int 
   }
 }
 
-// Magnitudes are compared as integers, in whose order NaN is above all numbers: it becomes the
-// scale of its token, and so all outputs of that.
+// Magnitudes are compared as integers, which orders NaN above all numbers: it becomes the scale of
+// its token, and thereby all outputs of that token.
 
-// Rounds the tokens to bytes, [token][inner] filled up to a multiple of 4; their scales.
+// Quantizes tokens to bytes [token][inner], padded to a multiple of 4, and writes their scales.
 void quantize_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes, float* scales) {
   const int64_t wide = (inner + 3) / 4 * 4;
   for (int64_t t = 0; t < tokens; ++t, x += inner, bytes += wide) {
@@ -103,7 +103,7 @@ void quantize_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* byt
   }
 }
 
-// What the integers in the sums stand for.
+// Converts integer sums to floats: sum * row scale * token scale + bias.
 void scale_sums(const RowRange& rows, const float* scales, const float* tokens, const float* bias) {
   for (int64_t group = rows.first; group < rows.last; ++group)
     for (int64_t r = 0; r < rows.packed.group_rows(group); ++r) {
@@ -117,7 +117,7 @@ void scale_sums(const RowRange& rows, const float* scales, const float* tokens, 
     }
 }
 
-// Rounds [row][token] to the panel of the next layer; the scales of the tokens.
+// Quantizes [row][token] to the panel of the next layer and writes the scales of the tokens.
 void quantize_rows(const float* sums, int64_t rows, float* panel, float* scales) {
   for (int i = 0; i < kPanel; i += kLanes) {
     Ints bits{};
@@ -166,7 +166,7 @@ void linear_int8(const void* data, int64_t task) {
   if (job.then == nullptr) return store_rows(job, rows, first, tokens, job.activation);
   const int64_t middle = packed.header->rows;
   activate(rows.sums, middle * kPanel, job.activation);
-  // The column before a later panel need not be zero: integers times a weight of zero add nothing.
+  // The column before a later panel need not be zero: an integer times a zero weight adds nothing.
   float* next_panel = scratch(2, ((middle + 3) / 4 + 1) * kPanel + kPanelFloats) + kPanel;
   clear_column(next_panel - kPanel);
   quantize_rows(rows.sums, middle, next_panel, scales);

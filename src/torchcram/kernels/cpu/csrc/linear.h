@@ -1,4 +1,4 @@
-// Y = activation(X W^T + bias) + residual for tokens that lie as [token][feature].
+// Linear layers: Y = activation(X W^T + bias) + residual for tensors laid out as [token][feature].
 #pragma once
 
 #include "multiply.h"
@@ -6,7 +6,7 @@
 namespace torchcram {
 namespace {
 
-// panel[k][token] = x[token][k] for kLanes of k; zeros where there are no tokens.
+// panel[k][token] = x[token][k] for kLanes values of k; zeros for missing tokens.
 template <bool Full>
 TORCHCRAM_INLINE void load_square(const float* x, int64_t stride, int64_t tokens, float* panel) {
   Vector m[kLanes];
@@ -30,7 +30,7 @@ void load_tokens(const float* x, int64_t stride, int64_t tokens, int64_t inner, 
       panel[k * kPanel + t] = t < tokens ? x[t * stride + k] : 0.0f;
 }
 
-// y[token][row] = sums[row][token] + residual[token][row], for kLanes rows and tokens at most.
+// y[token][row] = sums[row][token] + residual[token][row] for at most kLanes rows and tokens.
 TORCHCRAM_INLINE void store_square(const float* sums, int64_t rows, int64_t tokens,
                                    const float* residual, float* y, int64_t stride) {
   Vector m[kLanes];
@@ -55,7 +55,7 @@ TORCHCRAM_INLINE void store_square(const float* sums, int64_t rows, int64_t toke
 void store_tokens(float* sums, int64_t rows, int64_t tokens, int activation, const float* residual,
                   float* y, int64_t stride) {
   activate(sums, (rows + kLanes - 1) / kLanes * kLanes * kPanel, activation);
-  // Few tokens at a time: each is in a page of memory of its own, and many pages are slow.
+  // Few tokens at a time: each may lie in its own memory page, and touching many pages is slow.
   for (int64_t t = 0; t < tokens; t += kLanes)
     for (int64_t row = 0; row < rows; row += kLanes) {
       const int64_t at = t * stride + row;
@@ -64,7 +64,7 @@ void store_tokens(float* sums, int64_t rows, int64_t tokens, int activation, con
     }
 }
 
-// Sums of the rows for tokens from the first on.
+// Computes the sums of the rows for `tokens` tokens from `first` on.
 void multiply_tokens(const Job& job, const RowRange& rows, int64_t first, int64_t tokens) {
   const Packed& packed = rows.packed;
   const int64_t inner = packed.header->inner;
@@ -96,8 +96,8 @@ void linear(const void* data, int64_t task) {
   const RowRange rows(*job.packed, task % job.splits, job.splits, 0);
   multiply_tokens(job, rows, first, tokens);
   if (job.then == nullptr) return store_rows(job, rows, first, tokens, job.activation);
-  // The sums of the first layer are the panels of the second. The column before a panel, the last
-  // one of the panel before it, is not needed any more and becomes the column of zeros.
+  // The sums of the first layer are the panels of the second. The column before a panel belongs to
+  // the previous panel, which is no longer needed, and becomes the column of zeros.
   activate(rows.sums, job.packed->header->rows * kPanel, job.activation);
   const RowRange next(*job.then, 0, 1, 2);
   for (int64_t block = 0; block < job.then->blocks(); ++block) {

@@ -1,4 +1,4 @@
-// Products of a packed matrix and a panel of tokens.
+// Products of a packed matrix and a panel of tokens, from the innermost loops up.
 #pragma once
 
 #include "packed.h"
@@ -7,19 +7,20 @@
 namespace torchcram {
 namespace {
 
-constexpr int kQuadVectors = kLanes == 16 ? 4 : 2;  // 4 rows of them fit the registers
+constexpr int kQuadVectors = kLanes == 16 ? 4 : 2;  // sums of 4 rows fit the registers
 constexpr int kPairVectors = 4;
 
-// The streams of a block and a group of rows. Whatever has been written to them since they were
-// checked: counts do not lead beyond their values, rows are among those of the sums, and columns,
-// aligned or not, point into the room of a panel.
+// The streams of a block and a group of rows. Even if they were overwritten after the check, the
+// kernels stay within memory: counts never lead beyond the values, rows are taken modulo those of
+// the sums, and 16-bit columns always point into the room of a panel.
 struct Stream {
   const uint16_t* column;
   const float* value;
   const float* end;
 };
 
-// What a row starts from: its bias in the first block (no bias: null), what there is in the others.
+// Initial sums of a row: its bias (zero if null) in the first block, the earlier sums in the
+// others.
 template <int V>
 TORCHCRAM_INLINE void init_sums(Vector (&sum)[V], const Vector* at, const float* bias, int64_t row,
                                 bool first) {
@@ -41,7 +42,7 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
     init_sums(sum[0], a, i < rows ? bias : nullptr, i, First);
     init_sums(sum[1], b, j < rows ? bias : nullptr, j, First);
     for (; count > 1; count -= 2, s.column += 4, s.value += 4) {
-      uint64_t four;  // columns by one load: it is loads that limit the speed
+      uint64_t four;  // columns in one load: loads limit the speed
       memcpy(&four, s.column, sizeof four);
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i, four >>= 32) {
@@ -68,7 +69,7 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
   }
 }
 
-// Adds a column to the sums of two rows.
+// Adds one column to the sums of two rows.
 template <int A, int B, int V>
 TORCHCRAM_INLINE void add_both(const char* panel, uint64_t column, const float* value,
                                Vector (&sum)[4][V]) {
@@ -83,11 +84,11 @@ TORCHCRAM_INLINE void add_both(const char* panel, uint64_t column, const float* 
   for (int v = 0; v < V; ++v) sum[B][v] += x[v] * q;
 }
 
-// Adds to each of four rows a column of its own.
+// Adds to each of four rows its own column.
 template <int V>
 TORCHCRAM_INLINE void add_each(const char* panel, const uint16_t* columns, const float* value,
                                Vector (&sum)[4][V]) {
-  uint64_t four;  // columns by one load: it is loads that limit the speed
+  uint64_t four;  // columns in one load: loads limit the speed
   memcpy(&four, columns, sizeof four);
 #pragma GCC unroll 4
   for (int row = 0; row < 4; ++row, four >>= 16) {
@@ -173,15 +174,15 @@ void multiply(const Packed& packed, int64_t block, int64_t group, const char* pa
   }
 }
 
-// A part of the rows: groups from first to before last, and where their sums are: [row][64].
+// Groups of rows from `first` up to, not including, `last`, and their sums: [row][64].
 struct RowRange {
   int64_t first, last;
   float* sums;
   const Packed& packed;
   RowRange(const Packed& p, int64_t part, int64_t parts, int slot)
       : first(p.groups() * part / parts), last(p.groups() * (part + 1) / parts), packed(p) {
-    // Behind the last rows there is room for whatever row a stream may name and, where the sums are
-    // the panel of another layer, for whatever its columns may point to; a column is before them.
+    // There is room behind the last rows for any row that a stream may name and, if the sums are
+    // the panel of another layer, for any column that its streams may name. One column comes first.
     static_assert(kSumsRows * kPanelBytes >= kPanelRoom + kPanelBytes, "");
     const int64_t rows = packed.first_row(last) - packed.first_row(first) + kSumsRows;
     sums = scratch(slot, (rows + 1) * kPanel) + kPanel;
@@ -191,8 +192,8 @@ struct RowRange {
   }
 };
 
-// sums += W[rows, block] panel, for the first `vectors` vectors of the panel, whose first column
-// holds zeros; the first block starts from the bias.
+// sums += W[rows, block] panel for the first `vectors` vectors of the panel, whose first column
+// holds zeros. The first block starts from the bias.
 void multiply(const RowRange& rows, int64_t block, const float* panel, int vectors,
               const float* bias) {
   const char* x = reinterpret_cast<const char*>(panel);
@@ -209,7 +210,7 @@ TORCHCRAM_INLINE void each(float* values, int64_t count, Function function) {
   for (int64_t i = 0; i < count; i += kLanes) store(values + i, function(load(values + i)));
 }
 
-// In place; `count` is a multiple of the lanes.
+// Applies an activation in place; `count` is a multiple of the lanes.
 void activate(float* values, int64_t count, int activation) {
   switch (activation) {
     case kRelu:

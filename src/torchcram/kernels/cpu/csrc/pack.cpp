@@ -47,12 +47,11 @@ struct Streams {
 struct Dense {
   const float* weight;
   int64_t rows, inner;
-  const uint16_t* offsets;  // of each k in its panel
+  const uint16_t* offsets;  // offset of each k in its panel
   float at(int64_t row, int64_t k) const { return row < rows ? weight[row * inner + k] : 0.0f; }
 };
 
-// The streams of rows from first to before last and columns from `from` to before `to`: two rows at
-// a time.
+// Appends rows [first, last) and columns [from, to) to the streams, two rows at a time.
 void add_pairs(const Dense& dense, int64_t first, int64_t last, int64_t from, int64_t to,
                Streams& out) {
   std::vector<std::vector<int64_t>> kept;
@@ -79,12 +78,12 @@ void add_pairs(const Dense& dense, int64_t first, int64_t last, int64_t from, in
   }
 }
 
-// The pairs among four rows, in the order of the kernel's steps.
+// The pairs among four rows, in the order in which the kernel reads them.
 constexpr int kRowPairs[6][2] = {{0, 1}, {2, 3}, {0, 2}, {1, 3}, {0, 3}, {1, 2}};
 
 struct Row {
   int64_t row;
-  std::vector<uint64_t> columns;  // bits
+  std::vector<uint64_t> columns;  // bit set
   int64_t count = 0;
 
   Row(const Dense& dense, int64_t row, int64_t from, int64_t to)
@@ -104,16 +103,17 @@ struct Row {
 };
 
 struct Shared {
-  int64_t k;  // -1: none, the column of zeros fills the slot
+  int64_t k;  // -1 for padding by the column of zeros
   bool used[2];
 };
 
-// Four rows and which columns are read for two of them at once. Each pair of rows has as many.
+// Four rows, and the columns that are read once for two of them. Every pair of rows has the same
+// number of shared columns.
 struct QuadRows {
   const Dense* dense;
   int64_t rows[4];
-  std::vector<int64_t> users[16];  // columns by the bits of the rows that use them
-  size_t shared = 0, rest = 0;     // steps: with shared columns, without
+  std::vector<int64_t> users[16];  // columns by the bit set of the rows that use them
+  size_t shared = 0, rest = 0;     // steps with and without shared columns
   std::vector<Shared> pairs[6];
   std::vector<int64_t> alone[4];
 
@@ -127,11 +127,11 @@ struct QuadRows {
     size_t most = 0;
     for (int bits = 0; bits < 16; ++bits)
       most += users[bits].size() * (__builtin_popcount(bits) / 2);
-    most /= 6;  // beyond it there is nothing to share
+    most /= 6;  // more shared steps are never filled
     size_t best = 0, least = SIZE_MAX;
     for (size_t count = most * 3 / 4; count <= most; ++count) {
       assign_columns(count);
-      const size_t cost = 64 * shared + 21 * rest;  // 64 multiplications or 21 loads, two at a time
+      const size_t cost = 64 * shared + 21 * rest;  // 64 multiplications or 21 paired loads
       if (cost < least) least = cost, best = count;
     }
     assign_columns(best);
@@ -141,13 +141,13 @@ struct QuadRows {
     shared = count;
     for (auto& pair : pairs) pair.clear();
     for (auto& row : alone) row.clear();
-    for (int size = 1; size <= 4; ++size)  // columns that leave a choice come last
+    for (int size = 1; size <= 4; ++size)  // columns with a choice of pairs come last
       for (int bits = 1; bits < 16; ++bits)
         if (__builtin_popcount(bits) == size)
           for (int64_t k : users[bits]) assign(k, bits);
     for (int pair = 0; pair < 6; ++pair)
       while (pairs[pair].size() < shared) fill_pair(pair);
-    rest = 0;  // each step with shared columns has one of each row alone as well
+    rest = 0;  // a shared step also has a single column of each row
     for (const auto& row : alone) rest = std::max(rest, std::max(row.size(), shared) - shared);
   }
 
@@ -166,9 +166,9 @@ struct QuadRows {
       if (bits >> row & 1) alone[row].push_back(k);
   }
 
-  // A pair that has no column left in common takes one of the single columns of either row, but
-  // only one that the other row uses as well, in another step: a factor of zero would pass NaN and
-  // infinities of the input on to a row that does not use that column.
+  // A pair without a column left in common takes a single column of either row, but only one that
+  // the other row uses in another step: a zero factor would pass NaN and infinities of the input to
+  // a row that does not use that column.
   void fill_pair(int pair) {
     const int a = kRowPairs[pair][0], b = kRowPairs[pair][1];
     const bool second_first = alone[b].size() > alone[a].size();
@@ -208,8 +208,8 @@ struct QuadRows {
   }
 };
 
-// Moves rows with many columns in common together, by fours. A partner is one of the next rows: the
-// more there are to choose from, the more is shared, but the less alike are the counts.
+// Reorders rows so that each four in a row have many columns in common. Partners are chosen among
+// the next few rows: more of them would share more columns, but differ more in their counts.
 void group_similar_rows(std::vector<Row>& rows) {
   const size_t choice = rows.size() / 24;
   for (size_t at = 0; at < rows.size(); ++at) {
@@ -224,7 +224,7 @@ void group_similar_rows(std::vector<Row>& rows) {
   }
 }
 
-// The same, four rows at a time: a column that two of them use is read once for both.
+// The same, four rows at a time; a column that two of them use is read once for both.
 void add_quad_rows(const Dense& dense, int64_t first, int64_t last, int64_t from, int64_t to,
                    Streams& out) {
   std::vector<Row> rows;
@@ -235,8 +235,7 @@ void add_quad_rows(const Dense& dense, int64_t first, int64_t last, int64_t from
   group_similar_rows(rows);
   std::vector<QuadRows> quads;
   for (size_t i = 0; i < rows.size(); i += 4) quads.emplace_back(dense, &rows[i], from, to);
-  // Loops that mostly end where the last one did: a branch that was not foreseen costs as much as
-  // eight weights.
+  // Neighbours have similar loop counts: a mispredicted branch costs as much as eight weights.
   std::stable_sort(quads.begin(), quads.end(), [](const QuadRows& a, const QuadRows& b) {
     return a.shared != b.shared ? a.shared < b.shared : a.rest < b.rest;
   });
@@ -245,7 +244,7 @@ void add_quad_rows(const Dense& dense, int64_t first, int64_t last, int64_t from
 
 }  // namespace
 
-// Returns how many bytes it takes, -1 where there is nothing; writes them where there is room.
+// Returns the number of bytes, -1 for an empty matrix, and writes them if there is room.
 int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
              const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room) {
   if (rows < 1 || inner < 1 || block < 1) return -1;
@@ -280,7 +279,7 @@ int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
   memcpy(to + sizeof h, inner_starts.data(), inner_starts.size() * 8);
   memcpy(to + starts_at(h), starts.data(), starts.size() * sizeof(Start));
   memcpy(to + h.columns_at, streams.columns.data(), streams.columns.size() * 2);
-  std::copy(streams.values.begin(), streams.values.end(),  // none at all where all weights are zero
+  std::copy(streams.values.begin(), streams.values.end(),  // empty if all weights are zero
             reinterpret_cast<float*>(to + h.values_at));
   return h.bytes;
 }

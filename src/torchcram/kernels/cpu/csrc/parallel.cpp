@@ -1,8 +1,7 @@
-// Threads: those of the OpenMP runtime that torch uses, or a pool of our own where there is none.
+// Threads: those of the OpenMP runtime that torch uses, or our own pool if there is none.
 //
-// Two pools on the same cores would be in each other's way: OpenMP threads keep spinning for a
-// while after a parallel region. GNU OpenMP hangs in a forked child, so there our own pool takes
-// over.
+// Two pools on the same cores would compete: OpenMP threads keep spinning for a while after a
+// parallel region. GNU OpenMP hangs in a forked child, so our own pool takes over there.
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -26,7 +25,7 @@ struct Work {
   std::atomic<bool> failed{false};
 };
 
-// No exception leaves it: the OpenMP runtime and the threads of the pool could not pass one on.
+// No exception leaves it: neither OpenMP nor the threads of the pool could pass one on.
 void run_tasks(void* data) noexcept {
   Work& work = *static_cast<Work*>(data);
   try {
@@ -40,7 +39,7 @@ void run_tasks(void* data) noexcept {
 
 class Pool {
  public:
-  // False where the pool is busy.
+  // Returns false if the pool is busy.
   bool run(Work& work, int threads) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn) return false;
@@ -59,7 +58,7 @@ class Pool {
   }
 
  private:
-  // Where a thread cannot be started, those that there are do the work.
+  // If a thread cannot be started, the existing ones do the work.
   void start(int threads) {
     try {
       for (; started_ < threads; ++started_) std::thread([this] { work_loop(); }).detach();
@@ -94,7 +93,7 @@ std::atomic<OpenMP> openmp{nullptr};
 alignas(Pool) char pool_memory[sizeof(Pool)];
 Pool* const pool = new (pool_memory) Pool;
 
-void after_fork() {  // threads do not survive a fork, and locks may be held by them
+void after_fork() {  // threads do not survive a fork and may have held locks
   openmp = nullptr;
   new (pool_memory) Pool;
 }
@@ -117,7 +116,7 @@ void parallel(Task task, const void* job, int64_t count, int threads) {
   if (count < 1) return;  // an empty batch
   if (threads > count) threads = int(count);
   if (threads < 1) threads = 1;
-  const int64_t step = count / (threads * int64_t(8));  // neighbours share what they read
+  const int64_t step = count / (threads * int64_t(8));  // neighbouring tasks read the same data
   Work work{task, job, count, step > 1 ? step : 1, {}, {}};
   OpenMP region = openmp.load();
   if (threads > 1 && region)

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as this file is compiled for, and what is done to them alone.
+// Vectors of floats of the instruction set that a file is compiled for, and functions of them.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +30,10 @@ TORCHCRAM_INLINE Vector maximum(Vector a, Vector b) { return a > b ? a : b; }
 TORCHCRAM_INLINE Ints maximum(Ints a, Ints b) { return a > b ? a : b; }
 TORCHCRAM_INLINE Vector minimum(Vector a, Vector b) { return a < b ? a : b; }
 
-// Activations pass NaN on: it is neither below nor above any bound.
+// Activations propagate NaN: comparisons with it are false.
 TORCHCRAM_INLINE Vector relu(Vector x) { return x < 0.0f ? Vector{} : x; }
 
-// e^x by 2^n * e^r, |r| <= log(2) / 2; relative error below 2e-7, x at least -87.
+// e^x = 2^n * e^r with |r| <= log(2) / 2; relative error below 2e-7 for x >= -87.
 TORCHCRAM_INLINE Vector exponential(Vector x) {
   x = minimum(maximum(x, broadcast(-87.0f)), broadcast(88.0f));
   const Vector magic = broadcast(12582912.0f);  // adding it rounds to an integer
@@ -53,7 +53,7 @@ TORCHCRAM_INLINE Vector exponential(Vector x) {
 
 TORCHCRAM_INLINE Vector absolute(Vector x) { return (Vector)((Ints)x & (Ints{} + 0x7fffffff)); }
 
-// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2, on 0 to 25; its absolute error is
+// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2 on [0, 25], with an absolute error of
 // 2.5e-7.
 TORCHCRAM_INLINE Vector gelu(Vector x) {
   const Vector clamped = minimum(maximum(x, broadcast(-5.0f)), broadcast(5.0f));
@@ -76,17 +76,16 @@ TORCHCRAM_INLINE Vector gelu(Vector x) {
 
 TORCHCRAM_INLINE Vector logistic(Vector x) { return 1.0f / (exponential(-x) + 1.0f); }
 
-// Far below zero the logistic function is too small for a float, and x may be infinite.
+// Far below zero the logistic function underflows, and x may be infinite.
 TORCHCRAM_INLINE Vector silu(Vector x) { return x < -87.0f ? Vector{} : x * logistic(x); }
 
 TORCHCRAM_INLINE Vector gelu_tanh(Vector x) {
-  const Vector clamped =
-      maximum(x, broadcast(-9.0f));  // beyond it come denormal numbers, which are slow
+  const Vector clamped = maximum(x, broadcast(-9.0f));  // denormal numbers below it are slow
   const Vector y = x * logistic(clamped * (clamped * clamped * 0.044715f + 1.0f) * 1.595769122f);
   return x < -9.0f ? Vector{} : y;
 }
 
-// Exchanges the off-diagonal squares of side S of a matrix of kLanes x kLanes, for S = 1, 2, 4, ...
+// Swaps the off-diagonal squares of side S, 2 S, 4 S, ... of a kLanes x kLanes matrix.
 template <int S>
 struct TransposeStep {
   static TORCHCRAM_INLINE void run(Vector (&m)[kLanes]) {
