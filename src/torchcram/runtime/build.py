@@ -37,8 +37,8 @@ def compiler() -> list[str] | None:
     """Returns the C++ compiler: CXX, which may have arguments, or else g++ or clang++."""
     named = os.environ.get("CXX")
     for words in [shlex.split(named)] if named else [["g++"], ["clang++"]]:
-        if words and (found := shutil.which(words[0])):
-            return [found, *words[1:]]
+        if words and (path := shutil.which(words[0])):
+            return [path, *words[1:]]
     return None
 
 
@@ -54,13 +54,13 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
     Raises:
         RuntimeError: if there is no compiler, or it fails.
     """
-    found = compiler()
-    if found is None or sys.platform == "win32":
+    command = compiler()
+    if command is None or sys.platform == "win32":
         raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
     x86 = platform.machine() in ("x86_64", "AMD64")
     levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
     without = []
-    if x86 and not _takes(found, levels["avx512"]):  # an old one, which still has AVX2
+    if x86 and not _takes(command, levels["avx512"]):  # an old one, which still has AVX2
         del levels["avx512"]
         without = ["-DTORCHCRAM_NO_AVX512"]
     names = (*_UNITS, "faults") if faults else _UNITS
@@ -71,9 +71,9 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
         objects = []
         for source, name, flags in units:
             objects.append(f"{folder}/{name}.o")
-            _run([*found, *_COMMON, *flags, *extra, "-c", str(source), "-o", objects[-1]])
+            _run([*command, *_COMMON, *flags, *extra, "-c", str(source), "-o", objects[-1]])
         library = f"{folder}/{target.name}"
-        _run([*found, *_linking(sanitize=sanitize, faults=faults), *objects, "-o", library])
+        _run([*command, *_linking(sanitize=sanitize, faults=faults), *objects, "-o", library])
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, part)
@@ -93,10 +93,10 @@ def _linking(*, sanitize: bool, faults: bool) -> list[str]:
     return words
 
 
-def _takes(found: list[str], flags: list[str]) -> bool:
+def _takes(command: list[str], flags: list[str]) -> bool:
     """Whether a compiler knows its way with flags."""
-    command = [*found, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
+    probe = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0  # noqa: S603
 
 
 def _run(command: list[str]) -> None:
@@ -126,9 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="with AddressSanitizer, UBSan and allocation failure on demand, for tests",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        library = build(given.target, sanitize=given.sanitize, faults=given.sanitize)
+        library = build(options.target, sanitize=options.sanitize, faults=options.sanitize)
     except (RuntimeError, OSError) as error:  # the latter of a folder that is read-only
         sys.stderr.write(f"the kernels were not built: {error}\n")
         return 1

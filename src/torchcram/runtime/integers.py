@@ -64,11 +64,11 @@ def find_quantizer(weights: LayerWeights, name: str) -> Quantize | None:
         name: Name of the weight to look at; float32.
     """
     view = reduction_last(weights, name)
-    found = artifact_integers.find_integers(view.contiguous(), list(SIZES))
-    if found is None:
+    fitted = artifact_integers.find_integers(view.contiguous(), list(SIZES))
+    if fitted is None:
         return None
-    size = view.numel() * stored_bits(found.bits) // 8 + 4 * found.scales.numel()
-    return Quantize(found.bits, found.group_size) if size < 4 * view.numel() else None
+    size = view.numel() * stored_bits(fitted.bits) // 8 + 4 * fitted.scales.numel()
+    return Quantize(fitted.bits, fitted.group_size) if size < 4 * view.numel() else None
 
 
 def stored_bits(bits: int) -> int:
@@ -97,13 +97,13 @@ def find_integers(weights: LayerWeights, name: str, quantize: Quantize) -> Integ
     if size is not None and inputs % size:  # as the operator does
         size = None
     rows = view.flatten(2) if size is None else view.unflatten(-1, (-1, size))
-    found = fit(rows.reshape(-1, rows.shape[-1]), quantize.bits)
-    if found is None:
+    fitted = fit(rows.reshape(-1, rows.shape[-1]), quantize.bits)
+    if fitted is None:
         raise ValueError(
             f"{name!r} is not what {quantize} makes of a float32 weight: no scales of that many "
             "bits give back its values"
         )
-    codes, scale = found[0], found[1].view(*rows.shape[:-1], 1)
+    codes, scale = fitted[0], fitted[1].view(*rows.shape[:-1], 1)
     whole = torch.where(codes < -quantize.levels, 0, codes)  # what stands for -0.0
     values = torch.empty_like(weight, dtype=torch.int8)
     reduction_last(weights, name, values).copy_(whole.reshape(view.shape))

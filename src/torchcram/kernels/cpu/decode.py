@@ -90,7 +90,7 @@ def decode_(
     if library is None:
         return None
     kind = torch.uint8 if bits else torch.float32
-    flat = all(one is None or one.dim() == 1 for one in (out, mask, values, scales))
+    flat = all(tensor is None or tensor.dim() == 1 for tensor in (out, mask, values, scales))
     if not flat or not out.is_contiguous() or not 0 <= bits <= 8 or bits == 1:
         raise ValueError("mask, values, scales and output do not belong together")
     enough = 8 * values.numel() * values.itemsize >= stored * (bits or 32)

@@ -86,34 +86,34 @@ if hasattr(os, "register_at_fork"):
 def find() -> ctypes.CDLL | None:
     """Returns the library, or None where it has not been built or cannot be loaded."""
     try:
-        found = ctypes.CDLL(str(LIBRARY))
+        loaded = ctypes.CDLL(str(LIBRARY))
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(found, f"torchcram_{name}")
+            function = getattr(loaded, f"torchcram_{name}")
             function.restype, function.argtypes = result, arguments
             if name in _ALLOCATE:
                 function.errcheck = _raise_memory_error
-        if found.torchcram_interface() != _INTERFACE:
+        if loaded.torchcram_interface() != _INTERFACE:
             raise OSError(f"{LIBRARY} was built from other sources")
     except (OSError, AttributeError) as error:  # the latter of a library of another version
         missing = f"they have not been built: there is no {LIBRARY}"
         _state.why = str(error) if LIBRARY.exists() else missing
         return None
-    found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
-    return found
+    loaded.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
+    return loaded
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the library, or None, with one warning, where it cannot be used."""
-    found = find()
-    if found is None:
+    loaded = find()
+    if loaded is None:
         warnings.warn(
             "torchcram.runtime runs dense: its kernels cannot be used here, "
             f"{_state.why}. "
             "With a C++ compiler, `python -m torchcram.runtime.build` builds them.",
             stacklevel=2,
         )
-    return found
+    return loaded
 
 
 def kernels() -> ctypes.CDLL:
@@ -122,13 +122,13 @@ def kernels() -> ctypes.CDLL:
     Raises:
         RuntimeError: if they cannot be used.
     """
-    found = library()
-    if found is None:
+    loaded = library()
+    if loaded is None:
         raise RuntimeError(
             f"the kernels of torchcram.runtime cannot be used, {_state.why}: run "
             "`python -m torchcram.runtime.build`"
         )
-    return found
+    return loaded
 
 
 def available() -> bool:
@@ -138,8 +138,8 @@ def available() -> bool:
 
 def has_int8() -> bool:
     """Returns whether there are kernels for 8 bits on this machine, which take AVX-512 VNNI."""
-    found = library()
-    return found is not None and bool(found.torchcram_has_int8())
+    loaded = library()
+    return loaded is not None and bool(loaded.torchcram_has_int8())
 
 
 def level() -> str:

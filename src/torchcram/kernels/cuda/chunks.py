@@ -107,11 +107,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _kept(found: _T) -> _T:
+def _keep_while_captured(table: _T) -> _T:
     """Returns a table, which stays in memory if a CUDA graph is being captured with it."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        _captured.append(found)
-    return found
+        _captured.append(table)
+    return table
 
 
 def _to_device(values: Sequence[object], device: torch.device) -> Tensor:
@@ -195,12 +195,12 @@ def _chunk(row, KEY: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _bits(pointer, place, left, SIZE: tl.constexpr):
+def _bits(pointer, lane, left, SIZE: tl.constexpr):
     # a whole chunk loads without a mask, in vectors
     if left >= SIZE:
-        bits = tl.load(pointer + place)
+        bits = tl.load(pointer + lane)
     else:
-        bits = tl.load(pointer + place, mask=place < left, other=0)
+        bits = tl.load(pointer + lane, mask=lane < left, other=0)
     return bits
 
 
@@ -213,11 +213,11 @@ def _read(rows, chunk, KEY: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.conste
 
 
 @triton.jit
-def _key(bits, place, left, SIGN: tl.constexpr, SIZE: tl.constexpr):
+def _key(bits, lane, left, SIGN: tl.constexpr, SIZE: tl.constexpr):
     # -1 beyond the end of a tensor
     key = bits.to(tl.int32) & SIGN
     if left < SIZE:
-        key = tl.where(place < left, key, -1)
+        key = tl.where(lane < left, key, -1)
     return key
 
 

@@ -33,13 +33,13 @@ def _one_row_kernel(x, values, scale, bias, y, outputs, inputs, HAS_BIAS: tl.con
     rows = values + output.to(tl.int64)[:, None] * inputs
     sums = tl.zeros([WIDE, DEEP], tl.float32)
     for start in range(0, inputs, DEEP):
-        place = start + tl.arange(0, DEEP)
-        inside = place < inputs
-        part = tl.load(rows + place[None, :], mask=valid[:, None] & inside[None, :], other=0)
-        factor = tl.load(x + place, mask=inside, other=0).to(tl.float32)
+        column = start + tl.arange(0, DEEP)
+        inside = column < inputs
+        part = tl.load(rows + column[None, :], mask=valid[:, None] & inside[None, :], other=0)
+        factor = tl.load(x + column, mask=inside, other=0).to(tl.float32)
         sums += part.to(tl.float32) * factor[None, :]
-    found = _scaled(tl.sum(sums, 1), scale, bias, output, valid, HAS_BIAS)
-    tl.store(y + output, found.to(y.dtype.element_ty), mask=valid)
+    result = _scaled(tl.sum(sums, 1), scale, bias, output, valid, HAS_BIAS)
+    tl.store(y + output, result.to(y.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -53,14 +53,14 @@ def _rows_kernel(x, values, scale, bias, y, count, outputs, inputs, HAS_BIAS: tl
     right = values + output.to(tl.int64)[None, :] * inputs
     sums = tl.zeros([ROWS, WIDE], tl.float32)
     for start in range(0, inputs, DEEP):
-        place = start + tl.arange(0, DEEP)
-        inside = place < inputs
-        part = tl.load(right + place[:, None], mask=inside[:, None] & valid[None, :], other=0)
-        factor = tl.load(left + place[None, :], mask=there[:, None] & inside[None, :], other=0)
+        column = start + tl.arange(0, DEEP)
+        inside = column < inputs
+        part = tl.load(right + column[:, None], mask=inside[:, None] & valid[None, :], other=0)
+        factor = tl.load(left + column[None, :], mask=there[:, None] & inside[None, :], other=0)
         sums += tl.dot(factor, part.to(factor.dtype))
-    found = _scaled(sums, scale, bias, output[None, :], valid[None, :], HAS_BIAS)
-    place = row[:, None] * outputs + output[None, :]
-    tl.store(y + place, found.to(y.dtype.element_ty), mask=there[:, None] & valid[None, :])
+    result = _scaled(sums, scale, bias, output[None, :], valid[None, :], HAS_BIAS)
+    element = row[:, None] * outputs + output[None, :]
+    tl.store(y + element, result.to(y.dtype.element_ty), mask=there[:, None] & valid[None, :])
 
 
 def multiply_int8(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

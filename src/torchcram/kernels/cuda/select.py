@@ -38,7 +38,7 @@ from torchcram.kernels.cuda.chunks import (
     _chunk,
     _flat,
     _fresh,
-    _kept,
+    _keep_while_captured,
     _key,
     _on_device,
     _pointers,
@@ -84,7 +84,7 @@ def keep_largest(
         tensors = [tensor if layout(tensor) else tensor.contiguous() for tensor in tensors]
         layouts = tuple([layout(tensor) or Layout(tensor.numel()) for tensor in tensors])
     pointers, aligned = _pointers(tensors)
-    table, rows = _kept(
+    table, rows = _keep_while_captured(
         _addresses(pointers, layouts, segments, device, itemsize=dtype.itemsize, chunk=CHUNK)
     )
     chunks, groups = len(table.chunks), len(keep)
@@ -96,8 +96,9 @@ def keep_largest(
     words = SIGNALS.value + 2 * chunks + groups * BINS.value + counts
     scratch = torch.zeros(STATE.value * groups + -(-words // 2), dtype=torch.int64, device=device)
     mask = torch.empty(table.size, dtype=torch.bool, device=device)
+    counts_to_keep = _keep_while_captured(_on_device(tuple(keep), device))
     _select_kernel[programs,](
-        rows, _kept(_on_device(tuple(keep), device)), scratch, mask, chunks, len(tensors), groups,
+        rows, counts_to_keep, scratch, mask, chunks, len(tensors), groups,
         stride, parts, depth, KEYS[dtype], (1 << (8 * dtype.itemsize - 1)) - 1,
         aligned, CHUNK,
         num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
@@ -130,16 +131,16 @@ def _select_kernel(
     segments = info + tensor_count * INFO
     state = scratch
     words = (scratch + segment_count * STATE).to(tl.pointer_type(tl.int32))
-    found = words + SIGNALS
-    until = found + chunk_count
-    coarse = until + chunk_count
+    chunk_ties = words + SIGNALS
+    ties_until = chunk_ties + chunk_count
+    coarse = ties_until + chunk_count
     counts = coarse + segment_count * BINS
     unsettled = words + PASSES + 1  # segments in which position decides among ties
-    me = tl.program_id(0)
+    program = tl.program_id(0)
     programs = tl.num_programs(0)
-    begin = (me.to(tl.int64) * chunk_count // programs).to(tl.int32)
-    end = ((me.to(tl.int64) + 1) * chunk_count // programs).to(tl.int32)
-    for segment in range(me, segment_count, programs):
+    begin = (program.to(tl.int64) * chunk_count // programs).to(tl.int32)
+    end = ((program.to(tl.int64) + 1) * chunk_count // programs).to(tl.int32)
+    for segment in range(program, segment_count, programs):
         _guess(segment, rows, segments, keep, state, unsettled, KEY, SIGN, SIZE)
     _wait_for_all(words, 1, programs)
     turn = 1
@@ -147,36 +148,37 @@ def _select_kernel(
     if STRIDE > 1:
         _count(begin, end, STRIDE, rows, state, bins, True, DEPTH, KEY, SIGN, ALIGNED, SIZE)
         _wait_for_all(words, 2, programs)
-        _add_bins(me, programs, segment_count, state, bins, coarse, PARTS, DEPTH)
+        _add_bins(program, programs, segment_count, state, bins, coarse, PARTS, DEPTH)
         _wait_for_all(words, 3, programs)
-        for segment in range(me, segment_count, programs):
+        for segment in range(program, segment_count, programs):
             _refine(segment, segments, state, coarse)
         _wait_for_all(words, 4, programs)
         turn = 4
         bins += segment_count * (BINS << DEPTH)
     unknown = segment_count
-    for one in range(PASSES):
+    for pass_number in range(PASSES):
         if unknown > 0:
-            first = one == 0
+            first = pass_number == 0
             _count(begin, end, 1, rows, state, bins, first, DEPTH, KEY, SIGN, ALIGNED, SIZE)
             _wait_for_all(words, turn + 1, programs)
-            _add_bins(me, programs, segment_count, state, bins, coarse, PARTS, DEPTH)
+            _add_bins(program, programs, segment_count, state, bins, coarse, PARTS, DEPTH)
             _wait_for_all(words, turn + 2, programs)
-            for segment in range(me, segment_count, programs):
-                _descend(segment, state, bins, coarse, words + one + 1, unsettled, first,
+            for segment in range(program, segment_count, programs):
+                _descend(segment, state, bins, coarse, words + pass_number + 1, unsettled, first,
                          DEPTH, SIGN)  # fmt: skip
             _wait_for_all(words, turn + 3, programs)
             turn += 3
-            unknown = _fresh(words + one + 1)
+            unknown = _fresh(words + pass_number + 1)
             bins += segment_count * (BINS << DEPTH)
-    _write_masks(begin, end, rows, info, state, found, mask, KEY, SIGN, ALIGNED, SIZE)
+    _write_masks(begin, end, rows, info, state, chunk_ties, mask, KEY, SIGN, ALIGNED, SIZE)
     if _fresh(unsettled) > 0:
         _wait_for_all(words, turn + 1, programs)
-        for segment in range(me, segment_count, programs):
-            _add_up(segment, segments, found, until, SIZE)
+        for segment in range(program, segment_count, programs):
+            _add_up(segment, segments, chunk_ties, ties_until, SIZE)
         _wait_for_all(words, turn + 2, programs)
         for chunk in range(begin, end):
-            _settle(chunk, rows, info, state, found, until, mask, KEY, SIGN, ALIGNED, SIZE)
+            _settle(chunk, rows, info, state, chunk_ties, ties_until, mask,
+                    KEY, SIGN, ALIGNED, SIZE)  # fmt: skip
 
 
 # The k-th largest key
@@ -199,16 +201,16 @@ def _guess(segment, rows, segments, keep, state, unsettled,
     """From a sample of the segment: an interval that most likely holds the k-th key."""
     here = state + segment * STATE
     about = segments + segment * SEGMENT
-    wanted = tl.load(keep + segment)
+    kept_count = tl.load(keep + segment)
     # some keys out of every chunk, at scattered places
     index = tl.arange(0, SAMPLE)
     row = rows + (tl.load(about) + index.to(tl.int64) * tl.load(about + 1) // SAMPLE) * ROW
     size = tl.minimum(tl.load(row + 1), SIZE).to(tl.uint32)
-    place = ((index.to(tl.uint32) * 2654435761) >> 8) % size
-    key = tl.load(tl.load(row).to(tl.pointer_type(KEY)) + place).to(tl.int32) & SIGN
+    lane = ((index.to(tl.uint32) * 2654435761) >> 8) % size
+    key = tl.load(tl.load(row).to(tl.pointer_type(KEY)) + lane).to(tl.int32) & SIGN
     # the rank of the k-th in the sample, give or take five standard deviations
     total = tl.load(about + 2).to(tl.float32)
-    rank = wanted.to(tl.float32) / total * SAMPLE
+    rank = kept_count.to(tl.float32) / total * SAMPLE
     margin = 5 * tl.sqrt(rank * (1 - rank / SAMPLE)) + 8
     more = (rank + margin).to(tl.int64)
     less = tl.maximum((rank - margin).to(tl.int64), 0)
@@ -227,9 +229,9 @@ def _guess(segment, rows, segments, keep, state, unsettled,
         middle |= tl.where((count >> 40) >= rank.to(tl.int64) + 1, bit, 0)
     last = tl.where(less > 0, last, SIGN)
     _narrow(here, low.to(tl.int64), last.to(tl.int64))
-    tl.store(here + 3, wanted)
+    tl.store(here + 3, kept_count)
     tl.store(here + 6, middle.to(tl.int64))
-    if wanted == 0:  # nothing is above the threshold, and of those equal to it none is kept
+    if kept_count == 0:  # nothing is above the threshold, and of those equal to it none is kept
         tl.store(here, SIGN)
         tl.store(here + 4, 1)
         tl.store(here + 5, 1)
@@ -250,8 +252,8 @@ def _flush(here, bins, known, often, above, seen, first, DEPTH: tl.constexpr):
         guess = _fresh(here + 6)
         low = _fresh(here)
         if (often > 0) & (guess >= low) & (guess <= _fresh(here + 1)):
-            place = (guess - low) >> tl.maximum(_fresh(here + 2) - DEPTH, 0)
-            tl.atomic_add(bins + place, often.to(tl.int32), sem="relaxed")
+            bin_index = (guess - low) >> tl.maximum(_fresh(here + 2) - DEPTH, 0)
+            tl.atomic_add(bins + bin_index, often.to(tl.int32), sem="relaxed")
         if first:
             tl.atomic_add(here + 7, above, sem="relaxed")
             tl.atomic_add(here + 8, seen, sem="relaxed")
@@ -264,7 +266,7 @@ def _count(
 ):  # fmt: skip
     """Adds the keys of every stride-th chunk to the fine bins of their segments."""
     copy = tl.program_id(0) % (1 << DEPTH)
-    place = tl.arange(0, SIZE)
+    lane = tl.arange(0, SIZE)
     here = state
     bins = counts
     current = tl.full([], -1, tl.int64)
@@ -295,7 +297,7 @@ def _count(
             above = tl.zeros([], tl.int64)
             seen = tl.zeros([], tl.int64)
         if known == 0:
-            offset = _key(bits, place, left, SIGN, SIZE) - low  # from -2 ** 31 to 2 ** 31 - 1
+            offset = _key(bits, lane, left, SIGN, SIZE) - low  # from -2 ** 31 to 2 ** 31 - 1
             # one key may make up much of a tensor (zero, a level of a quantizer): added up first
             same = offset == guess
             sums = tl.sum(same.to(tl.int32) | ((offset > span).to(tl.int32) << 16))
@@ -320,16 +322,16 @@ def _add_bins(me, programs, segment_count, state, counts, coarse,
         if _fresh(here + 5) == 0:
             shift = _fresh(here + 2)
             deep = shift - tl.maximum(shift - DEPTH, 0)
-            bin_ = (block - segment * PARTS) * (BINS // PARTS) + tl.arange(0, BINS // PARTS)
-            place = tl.arange(0, 1 << DEPTH)[None, :]
+            coarse_bin = (block - segment * PARTS) * (BINS // PARTS) + tl.arange(0, BINS // PARTS)
+            fine = tl.arange(0, 1 << DEPTH)[None, :]
             # fine bins lie together, copies BINS apart
-            apart = place * BINS + bin_[:, None]
-            together = (bin_[:, None].to(tl.int64) << deep) + place
+            apart = fine * BINS + coarse_bin[:, None]
+            together = (coarse_bin[:, None].to(tl.int64) << deep) + fine
             bins = counts + (segment + tl.zeros([], tl.int64)) * (BINS << DEPTH)
             where = tl.where(shift == 0, apart, together)
-            inside = place + 0 * bin_[:, None] < tl.where(shift == 0, 1 << DEPTH, 1 << deep)
+            inside = fine + 0 * coarse_bin[:, None] < tl.where(shift == 0, 1 << DEPTH, 1 << deep)
             count = tl.load(bins + where, mask=inside, other=0, cache_modifier=".cg")
-            tl.store(coarse + segment * BINS + bin_, tl.sum(count, 1))
+            tl.store(coarse + segment * BINS + coarse_bin, tl.sum(count, 1))
 
 
 @triton.jit
@@ -382,12 +384,12 @@ def _descend(segment, state, counts, coarse, unknown, unsettled, first,
             low += chosen << shift
             finer = tl.maximum(shift - DEPTH, 0)
             if shift > 0:
-                place = tl.arange(0, 1 << DEPTH)
-                within = place < (1 << (shift - finer))
+                fine_bin = tl.arange(0, 1 << DEPTH)
+                within = fine_bin < (1 << (shift - finer))
                 fine = counts + (segment + tl.zeros([], tl.int64)) * (BINS << DEPTH)
-                fine += (chosen << (shift - finer)) + place
+                fine += (chosen << (shift - finer)) + fine_bin
                 deeper = tl.load(fine, mask=within, other=0, cache_modifier=".cg")
-                chosen, rank, ties = _bin_of(deeper.to(tl.int64), place, rank)
+                chosen, rank, ties = _bin_of(deeper.to(tl.int64), fine_bin, rank)
                 low += chosen << finer
             _narrow(here, low, tl.minimum(last, low + ((1 + tl.zeros([], tl.int64)) << finer) - 1))
             tl.store(here + 3, rank)
@@ -401,12 +403,12 @@ def _descend(segment, state, counts, coarse, unknown, unsettled, first,
 
 
 @triton.jit
-def _bin_of(count, place, rank):
+def _bin_of(count, bin_index, rank):
     # (the bin that holds the key of that rank from above, its rank there, the keys there)
     at_or_above = tl.sum(count) - tl.cumsum(count, 0) + count
     chosen = tl.sum((at_or_above >= rank).to(tl.int64)) - 1
-    rank -= tl.sum(tl.where(place > chosen, count, 0))
-    return chosen, rank, tl.sum(tl.where(place == chosen, count, 0))
+    rank -= tl.sum(tl.where(bin_index > chosen, count, 0))
+    return chosen, rank, tl.sum(tl.where(bin_index == chosen, count, 0))
 
 
 # Masks from thresholds
@@ -422,15 +424,15 @@ def _in_order(index, channels, spatial):
 
 
 @triton.jit
-def _keys_in_order(row, info, pointer, place, left, SIGN: tl.constexpr):
+def _keys_in_order(row, info, pointer, lane, left, SIGN: tl.constexpr):
     # the keys of a chunk in row-major order, and where they lie relative to `pointer`
     about = info + tl.load(row + 4) * INFO
     spatial = tl.load(about + 2)
-    where = place.to(tl.int64)
+    where = lane.to(tl.int64)
     if spatial > 1:
         start = tl.load(about) - left
-        where = _in_order(start + place, tl.load(about + 1), spatial) - start
-    bits = tl.load(pointer + where, mask=place < left, other=0)
+        where = _in_order(start + lane, tl.load(about + 1), spatial) - start
+    bits = tl.load(pointer + where, mask=lane < left, other=0)
     return bits.to(tl.int32) & SIGN, where
 
 
@@ -452,45 +454,45 @@ def _write_first(row, info, pointer, left, threshold, rank, earlier, out,
                  SIGN: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """Writes the mask of a chunk in which only the first of the ties are kept."""
     for start in range(0, SIZE, ORDERED):
-        place = start + tl.arange(0, ORDERED)
-        key, where = _keys_in_order(row, info, pointer, place, left, SIGN)
-        tied = ((key == threshold) & (place < left)).to(tl.int32)
+        lane = start + tl.arange(0, ORDERED)
+        key, where = _keys_in_order(row, info, pointer, lane, left, SIGN)
+        tied = ((key == threshold) & (lane < left)).to(tl.int32)
         first = (tied > 0) & (earlier + tl.cumsum(tied, 0) <= rank)
-        tl.store(out + where, ((key > threshold) | first).to(tl.uint8), mask=place < left)
+        tl.store(out + where, ((key > threshold) | first).to(tl.uint8), mask=lane < left)
         earlier += tl.sum(tied)
 
 
 @triton.jit
-def _add_up(segment, segments, found, until, SIZE: tl.constexpr):
+def _add_up(segment, segments, chunk_ties, ties_until, SIZE: tl.constexpr):
     """Writes how many ties of the segment there are up to and with each chunk."""
     first = tl.load(segments + segment * SEGMENT)
     end = first + tl.load(segments + segment * SEGMENT + 1)
     so_far = tl.zeros([], tl.int32)
     for at in range(first, end, SIZE):
         chunk = at + tl.arange(0, SIZE)
-        ties = tl.load(found + chunk, mask=chunk < end, other=0, cache_modifier=".cg")
-        tl.store(until + chunk, so_far + tl.cumsum(ties, 0), mask=chunk < end)
+        ties = tl.load(chunk_ties + chunk, mask=chunk < end, other=0, cache_modifier=".cg")
+        tl.store(ties_until + chunk, so_far + tl.cumsum(ties, 0), mask=chunk < end)
         so_far += tl.sum(ties)
 
 
 @triton.jit
-def _store(out, place, left, kept, SIZE: tl.constexpr):
+def _store(out, lane, left, kept, SIZE: tl.constexpr):
     if left >= SIZE:
-        tl.store(out + place, kept.to(tl.uint8))
+        tl.store(out + lane, kept.to(tl.uint8))
     else:
-        tl.store(out + place, kept.to(tl.uint8), mask=place < left)
+        tl.store(out + lane, kept.to(tl.uint8), mask=lane < left)
 
 
 @triton.jit
 def _write_masks(
-    begin, end, rows, info, state, found, mask,
+    begin, end, rows, info, state, chunk_ties, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes True where a key is above the k-th, and for those equal to it if all are kept.
 
     Where only some are kept, writes how many there are in each chunk.
     """
-    place = tl.arange(0, SIZE)
+    lane = tl.arange(0, SIZE)
     current = tl.full([], -1, tl.int64)
     threshold = tl.zeros([], tl.int32)
     take = tl.full([], 1, tl.int32)
@@ -504,15 +506,15 @@ def _write_masks(
             here = state + segment * STATE
             threshold = _fresh(here).to(tl.int32)
             take = (_fresh(here + 3) >= _fresh(here + 4)).to(tl.int32)
-        key = _key(bits, place, left, SIGN, SIZE)
+        key = _key(bits, lane, left, SIGN, SIZE)
         out = mask + tl.multiple_of(tl.load(row + 2), 16)
-        _store(out, place, left, key > threshold - take, SIZE)
+        _store(out, lane, left, key > threshold - take, SIZE)
         if take == 0:
             if tl.load(info + tl.load(row + 4) * INFO + 2) > 1:
                 ties = _ties_in_order(row, info, threshold, KEY, SIGN, ALIGNED, SIZE)
             else:  # the order in memory is that of the index
                 ties = tl.sum((key == threshold).to(tl.int32))
-            tl.store(found + chunk, ties)
+            tl.store(chunk_ties + chunk, ties)
         bits = bits_ahead
         left = left_ahead
         segment = segment_ahead
@@ -520,24 +522,24 @@ def _write_masks(
 
 @triton.jit
 def _settle(
-    chunk, rows, info, state, found, until, mask,
+    chunk, rows, info, state, chunk_ties, ties_until, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes the mask of a chunk again if the first ties of its segment, by position, are in it."""
     row = rows + chunk * ROW
-    here_found = _fresh(found + chunk)
+    ties_here = _fresh(chunk_ties + chunk)
     about = info + tl.load(row + 4) * INFO
     ordered = tl.load(about + 2) == 1
     here = state + tl.load(row + 3) * STATE
     rank = _fresh(here + 3)
-    if ((here_found > 0) | (not ordered)) & (rank < _fresh(here + 4)):
+    if ((ties_here > 0) | (not ordered)) & (rank < _fresh(here + 4)):
         pointer, left = _chunk(row, KEY, ALIGNED)
         threshold = _fresh(here).to(tl.int32)
         out = mask + tl.multiple_of(tl.load(row + 2), 16)
-        before = _fresh(until + chunk) - here_found
-        if _fresh(until + tl.load(about + 4)) <= rank:  # all ties of the tensor
-            place = tl.arange(0, SIZE)
-            key = _bits(pointer, place, left, SIZE).to(tl.int32) & SIGN
-            _store(out, place, left, key >= threshold, SIZE)
-        elif (here_found > 0) & (before < rank):
+        before = _fresh(ties_until + chunk) - ties_here
+        if _fresh(ties_until + tl.load(about + 4)) <= rank:  # all ties of the tensor
+            lane = tl.arange(0, SIZE)
+            key = _bits(pointer, lane, left, SIZE).to(tl.int32) & SIGN
+            _store(out, lane, left, key >= threshold, SIZE)
+        elif (ties_here > 0) & (before < rank):
             _write_first(row, info, pointer, left, threshold, rank, before, out, SIGN, SIZE)

@@ -14,7 +14,7 @@ from torchcram.kernels.cuda.chunks import (
     WARPS,
     _bits,
     _flat,
-    _kept,
+    _keep_while_captured,
     _on_device,
     _pointers,
     _table,
@@ -40,13 +40,13 @@ def _zero_kernel(
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
         kept = tl.multiple_of(kept, 16)
-    place = tl.arange(0, SIZE)
-    keep = _bits(kept + start, place, left, SIZE) != 0
+    lane = tl.arange(0, SIZE)
+    keep = _bits(kept + start, lane, left, SIZE) != 0
     if left >= SIZE:
-        bits = tl.load(pointer + start + place)
-        tl.store(pointer + start + place, tl.where(keep, bits, 0))
+        bits = tl.load(pointer + start + lane)
+        tl.store(pointer + start + lane, tl.where(keep, bits, 0))
     else:
-        tl.store(pointer + start + place, tl.zeros([SIZE], KEY), mask=(place < left) & ~keep)
+        tl.store(pointer + start + lane, tl.zeros([SIZE], KEY), mask=(lane < left) & ~keep)
 
 
 def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
@@ -58,10 +58,10 @@ def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """
     device = tensors[0].device
     flat = _flat(tuple([tensor.numel() for tensor in tensors]))
-    table = _kept(_table(flat, (0,) * len(tensors), device, CHUNK))
+    table = _keep_while_captured(_table(flat, (0,) * len(tensors), device, CHUNK))
     pointers, aligned = _pointers(tensors)
     kept, kept_aligned = _pointers(masks)
-    addresses = _kept((_on_device(pointers, device), _on_device(kept, device)))
+    addresses = _keep_while_captured((_on_device(pointers, device), _on_device(kept, device)))
     _zero_kernel[len(table.chunks),](
         table.chunks, *addresses,
         KEYS[tensors[0].dtype], aligned and kept_aligned, CHUNK, num_warps=WARPS,

@@ -296,7 +296,7 @@ class SelfAttention(nn.Module):
 
 def fuse_encoder_(model: nn.Module) -> bool:
     """Fuses what it recognises, in place; returns whether there was anything."""
-    found = _fuse_attention_(model)
+    fused = _fuse_attention_(model)
     for module in list(model.modules()):
         output = _parts(getattr(module, "output", None), _OUTPUT)
         dense = output.get("dense")
@@ -320,12 +320,12 @@ def fuse_encoder_(model: nn.Module) -> bool:
             first.activation = activation
             module.intermediate = first
         module.output = ResidualNorm(layer, output["LayerNorm"])
-        found = True
-    return found
+        fused = True
+    return fused
 
 
 def _fuse_attention_(model: nn.Module) -> bool:
-    found = False
+    fused = False
     for module in list(model.modules()):
         original = getattr(module, "self", None)
         layers = _parts(original, _ATTENTION)
@@ -335,8 +335,8 @@ def _fuse_attention_(model: nn.Module) -> bool:
         sparse = any(isinstance(each, (SparseLinear, SparseLinearInt8)) for each in layers.values())
         if sparse and isinstance(heads, int) and not getattr(original, "is_decoder", False):
             module.self = SelfAttention(original, heads, size**-0.5)
-            found = True
-    return found
+            fused = True
+    return fused
 
 
 def _parts(module: object, names: set[str]) -> dict[str, nn.Module]:

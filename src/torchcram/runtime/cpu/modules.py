@@ -285,20 +285,20 @@ class SparseFeedForwardInt8(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
-        one, two = self.first, self.second
-        one.require_features(x)
+        first, second = self.first, self.second
+        first.require_features(x)
         y: Tensor = torch.ops.torchcram.sparse_feed_forward_int8(
             x,
-            one.packed,
-            one.start,
-            one.scales,
-            one.bias,
-            two.packed,
-            two.start,
-            two.scales,
-            two.bias,
+            first.packed,
+            first.start,
+            first.scales,
+            first.bias,
+            second.packed,
+            second.start,
+            second.scales,
+            second.bias,
             residual,
-            two.out_features,
+            second.out_features,
             self.activation,
         )
         return y

@@ -87,8 +87,8 @@ def _without_kernel(model: nn.Module) -> list[Choice]:
         path, _, parameter = name.rpartition(".")
         kind = type(model.get_submodule(path)).__name__
         zeros = 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
-        said = path if parameter == "weight" else name
-        choices.append(Choice(said, kind, zeros, False, f"no kernel is for {kind} layers"))
+        label = path if parameter == "weight" else name
+        choices.append(Choice(label, kind, zeros, False, f"no kernel is for {kind} layers"))
     return choices
 
 
@@ -98,10 +98,10 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
 
     def agrees(other: nn.Module, *, int8: bool) -> bool:
         try:
-            found = call(other, example)
+            actual = call(other, example)
         except Exception:  # noqa: BLE001  what does not run is left out, whatever the reason
             return False
-        return outputs_close(expected, found, _CLOSE_INT8 if int8 else _CLOSE)
+        return outputs_close(expected, actual, _CLOSE_INT8 if int8 else _CLOSE)
 
     graph = as_graph(copy.deepcopy(dense)) if fuse else None
     fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
@@ -142,12 +142,12 @@ def report(model: nn.Module) -> tuple[Choice, ...]:
     Raises:
         ValueError: if `prepare` did not make the model.
     """
-    found: tuple[Choice, ...] | None = getattr(model, _REPORT, None)
-    if found is None:
+    choices: tuple[Choice, ...] | None = getattr(model, _REPORT, None)
+    if choices is None:
         raise ValueError(
             f"this {type(model).__name__} does not come from torchcram.runtime.prepare"
         )
-    return found
+    return choices
 
 
 class InParts(nn.Module):

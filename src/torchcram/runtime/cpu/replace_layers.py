@@ -330,7 +330,7 @@ def replace_layers_(
         choices.append(choice)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(one, PackedLayer) for one in module.modules()
+            isinstance(child, PackedLayer) for child in module.modules()
         ):
             module.activation_relu_or_gelu = 0  # its shortcut would unpack the weights
     return choices

@@ -107,8 +107,7 @@ def prepare_gpu(
         if reason is not None or not isinstance(layer, nn.Linear):
             choices.append(LayerChoice(path, "dense", None, str(reason)))
             continue
-        found = integers.get(name)
-        choice, faster = chooser.choose(path, layer, counts[path], integers=found)
+        choice, faster = chooser.choose(path, layer, counts[path], integers=integers.get(name))
         choices.append(choice)
         if faster is not None:
             twin = _replaced(twin, path, faster)
@@ -169,15 +168,15 @@ def _integers(
     quantize = quantizer_of(None if operator is None else as_operator(operator))
     if quantize is None:
         return {}
-    linear = {id(one.weight) for one in model.modules() if isinstance(one, nn.Linear)}
-    found = {
+    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    integers = {
         name: find_integers(weights, name, quantize)
         for name, weight in weights.items()
         if id(weight) in linear
     }
     return {
-        name: one._replace(values=one.values.cuda(), scale=one.scale.cuda())
-        for name, one in found.items()
+        name: each._replace(values=each.values.cuda(), scale=each.scale.cuda())
+        for name, each in integers.items()
     }
 
 
@@ -226,7 +225,9 @@ class Chooser:
             reasons = dict.fromkeys(str(kernel.why_not) for kernel in kernels.values())
             return LayerChoice(name, "dense", None, "; ".join(reasons)), None
         dense = self._time("dense", partial(copy.deepcopy, layer), layer, rows)
-        times = {kind: self._time(kind, one.make, layer, rows) for kind, one in usable.items()}
+        times = {
+            kind: self._time(kind, kernel.make, layer, rows) for kind, kernel in usable.items()
+        }
         speedups = {
             kind: dense / time
             for kind, time in times.items()
@@ -276,7 +277,7 @@ def _milliseconds(make: Callable[[], nn.Module], layer: nn.Linear, rows: int) ->
         count = count_copies(weight.numel() * weight.element_size())
         copies = [first, *(make() for _ in range(count - 1))]
         x = _random_rows(layer, rows)
-        return gpu_milliseconds([partial(one, x) for one in copies])
+        return gpu_milliseconds([partial(each, x) for each in copies])
     except Exception:  # noqa: BLE001  no kernel in this torch or for this GPU, or it fails to compile
         return None
 
@@ -292,9 +293,9 @@ def gives_the_same(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
     return agree(made(x), layer(x))
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
+def agree(actual: Tensor, expected: Tensor) -> bool:
     """Whether two results in 16 bits are the same but for rounding."""
-    return tensor_error(expected, found).relative <= TOLERANCE
+    return tensor_error(expected, actual).relative <= TOLERANCE
 
 
 # Time on the GPU alone
@@ -333,8 +334,8 @@ def gpu_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
         for call in calls:
             call()
     graph.replay()
-    one = _elapsed(graph.replay)
-    repeats = max(3, min(20, int(BUDGET / max(one, 1e-3))))
+    replay = _elapsed(graph.replay)
+    repeats = max(3, min(20, int(BUDGET / max(replay, 1e-3))))
     return statistics.median(_elapsed(graph.replay) for _ in range(repeats)) / len(calls)
 
 

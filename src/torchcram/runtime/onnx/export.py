@@ -133,7 +133,7 @@ def export_onnx(
         _check_size(program)
         with written_aside(Path(path)) as aside:
             program.save(aside)
-            check(aside, model, _batches(inputs, dims, dynamic_batch))
+            check_file(aside, model, _batches(inputs, dims, dynamic_batch))
 
 
 def _without_pruners(operator: Operator | str | None) -> Operator | None:
@@ -148,11 +148,11 @@ def _stored(model: nn.Module, operator: Operator | None, weights: Weights | None
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    told = quantizer_of(operator)
+    known = quantizer_of(operator)
     chosen = layer_weights(model) if weights is None else weights_in(model, weights)
     stored = []
     for name, weight in chosen.items():
-        quantize = told or find_quantizer(chosen, name)
+        quantize = known or find_quantizer(chosen, name)
         if quantize is not None:
             integers = find_integers(chosen, name, quantize)
             every = frozenset(names[id(weight)])
@@ -192,13 +192,15 @@ def _export(
     return program
 
 
-def _output_names(program: ONNXProgram, returned: object, given: Sequence[str] | None) -> list[str]:
-    """Returns the names of the outputs: those given, or those that the model has for them."""
+def _output_names(
+    program: ONNXProgram, returned: object, requested: Sequence[str] | None
+) -> list[str]:
+    """Returns the names of the outputs: those requested, or those that the model has for them."""
     count = len(program.model.graph.outputs)
-    if given is not None:
-        if len(given) != count:
-            raise ValueError(f"{count} outputs, but the output_names are {list(given)}")
-        return list(given)
+    if requested is not None:
+        if len(requested) != count:
+            raise ValueError(f"{count} outputs, but the output_names are {list(requested)}")
+        return list(requested)
     names = _names_in(returned, "output", outermost=True)
     if len(names) != count:  # outputs in a container of a kind of its own
         names = [f"output_{index}" for index in range(count)]
@@ -215,14 +217,14 @@ def _names_in(returned: object, name: str, *, outermost: bool = False) -> list[s
         inner = list(zip(fields, returned, strict=True))  # named tuples, of torch too
     elif isinstance(returned, (tuple, list)):
         return [
-            found
+            nested
             for index, value in enumerate(returned)
-            for found in _names_in(value, f"{name}_{index}")
+            for nested in _names_in(value, f"{name}_{index}")
         ]
     else:
         return []
     prefix = "" if outermost else f"{name}_"
-    return [found for key, value in inner for found in _names_in(value, f"{prefix}{key}")]
+    return [nested for key, value in inner for nested in _names_in(value, f"{prefix}{key}")]
 
 
 def _reason(error: Exception) -> str:
@@ -408,7 +410,7 @@ def check_dtypes(model: nn.Module) -> None:
             )
 
 
-def check(path: Path, model: nn.Module, batches: Sequence[Example]) -> None:
+def check_file(path: Path, model: nn.Module, batches: Sequence[Example]) -> None:
     """Compares ONNX Runtime on the CPU with PyTorch.
 
     Args:
@@ -428,38 +430,38 @@ def check(path: Path, model: nn.Module, batches: Sequence[Example]) -> None:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ValueError(f"ONNX Runtime cannot run the model: {error}") from error
-    inputs = [one.name for one in session.get_inputs()]
-    outputs = [one.name for one in session.get_outputs()]
+    inputs = [value.name for value in session.get_inputs()]
+    outputs = [value.name for value in session.get_outputs()]
     for batch in batches:
-        expected = [one for one in tree_leaves(batch.run(model)) if isinstance(one, Tensor)]
+        expected = [leaf for leaf in tree_leaves(batch.run(model)) if isinstance(leaf, Tensor)]
         tensors = batch.tensors
         keys = inputs if set(inputs) == set(tensors) else list(tensors)  # else they are renamed
-        given = {name: tensors[key].numpy() for name, key in zip(inputs, keys, strict=True)}
+        feed = {name: tensors[key].numpy() for name, key in zip(inputs, keys, strict=True)}
         where = f"on inputs of {' and '.join(map(str, batch.shapes))}"
         try:
-            found = session.run(None, given)
+            actual = session.run(None, feed)
         except Exception as error:
             raise ValueError(f"ONNX Runtime fails {where}: {error}") from error
-        if len(found) != len(expected):
-            raise ValueError(f"ONNX has {len(found)} outputs, PyTorch {len(expected)}")
-        for name, ours, theirs in zip(outputs, expected, found, strict=True):
+        if len(actual) != len(expected):
+            raise ValueError(f"ONNX has {len(actual)} outputs, PyTorch {len(expected)}")
+        for name, ours, theirs in zip(outputs, expected, actual, strict=True):
             difference = compare(ours, torch.as_tensor(theirs))
             if difference is not None:
                 raise ValueError(f"output {name!r} differs {where}: {difference}")
 
 
-def compare(expected: Tensor, found: Tensor) -> str | None:
+def compare(expected: Tensor, actual: Tensor) -> str | None:
     """Returns what is different, None where it is within the tolerance.
 
     Infinite values are to be in the same places. What is not a float is to be equal.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        shapes = f"{tuple(found.shape)} of {found.dtype} in ONNX Runtime"
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        shapes = f"{tuple(actual.shape)} of {actual.dtype} in ONNX Runtime"
         return f"{shapes}, {tuple(expected.shape)} of {expected.dtype} in PyTorch"
-    error, largest = tensor_error(expected, found)
+    error, largest = tensor_error(expected, actual)
     allowed = TOLERANCE * largest
     if error <= allowed:
         return None
     if not expected.is_floating_point():
-        return f"{int((found != expected).sum())} of {expected.numel()} values"
+        return f"{int((actual != expected).sum())} of {expected.numel()} values"
     return f"by {error:.3g} where {allowed:.3g} is allowed"

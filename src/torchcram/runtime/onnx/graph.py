@@ -139,9 +139,9 @@ def _products(weight: ir.Value) -> Iterator[ir.Node]:
     for transpose in weight.consumers():
         if not _transposes(transpose):
             continue
-        for node, place in transpose.outputs[0].uses():
+        for node, index in transpose.outputs[0].uses():
             left = node.inputs[0]
-            if node.op_type != "MatMul" or place != 1 or left is None or left.shape is None:
+            if node.op_type != "MatMul" or index != 1 or left is None or left.shape is None:
                 continue
             if len(left.shape) > 2:
                 yield node
@@ -181,21 +181,21 @@ def _remove_unused(graph: ir.Graph, value: ir.Value) -> None:
             graph.remove(node, safe=True)
 
 
-def _dequantize(graph: ir.Graph, name: str, found: Integers, bits: int) -> ir.Value:
+def _dequantize(graph: ir.Graph, name: str, weight: Integers, bits: int) -> ir.Value:
     import ml_dtypes
     import onnx_ir as ir
 
-    integers = found.values.detach().cpu().contiguous().numpy()
+    integers = weight.values.detach().cpu().contiguous().numpy()
     if bits == 4:
         integers = integers.astype(ml_dtypes.int4)
-    scale = found.scale.detach().cpu().contiguous().numpy()
+    scale = weight.scale.detach().cpu().contiguous().numpy()
     inputs = []
     for key, array in ((f"{name}.integers", integers), (f"{name}.scale", scale)):
         tensor = ir.tensor(array, name=key)
         kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
         graph.initializers[key] = ir.Value(name=key, type=kind, shape=shape, const_value=tensor)
         inputs.append(graph.initializers[key])
-    settings = {"axis": found.axis} | ({"block_size": found.block} if found.block else {})
+    settings = {"axis": weight.axis} | ({"block_size": weight.block} if weight.block else {})
     node = ir.node("DequantizeLinear", inputs, settings, name=f"{name}.dequantize")
     (value,) = node.outputs
     value.name, value.dtype = f"{name}.value", ir.DataType.FLOAT
