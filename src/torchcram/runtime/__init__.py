@@ -1,6 +1,6 @@
 """Running compressed models fast.
 
-`prepare(model)` returns a copy whose sparse layers run on kernels of our own on the CPU.
+`prepare(model)` returns a copy whose sparse layers run on torchcram's kernels for the CPU.
 """
 
 from torchcram.kernels.cpu.library import available

@@ -20,7 +20,7 @@ KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "cpu"
 SOURCES = KERNELS / "csrc"
 LIBRARY = KERNELS / "libtorchcram.so"
 
-# for every machine alike
+# compiled once, for every instruction set
 _UNITS = ("api", "check", "checksum", "decode", "pack", "parallel")
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer"]
@@ -34,7 +34,7 @@ _LEVELS = {
 
 
 def compiler() -> list[str] | None:
-    """Returns the C++ compiler: CXX, which may have arguments, or else g++ or clang++."""
+    """Returns the command of the C++ compiler: CXX, with its arguments, or else g++ or clang++."""
     named = os.environ.get("CXX")
     for words in [shlex.split(named)] if named else [["g++"], ["clang++"]]:
         if words and (path := shutil.which(words[0])):
@@ -47,12 +47,12 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
 
     Args:
         target: Library to write.
-        sanitize: Whether errors of memory and undefined behaviour end the process with a report
-            (AddressSanitizer and UBSan); LD_PRELOAD has to name libasan, libubsan and libstdc++.
-        faults: Whether tests can make an allocation fail, by `torchcram_fail_allocation`.
+        sanitize: Whether memory errors and undefined behaviour end the process with a report
+            (AddressSanitizer and UBSan). LD_PRELOAD must name libasan, libubsan and libstdc++ then.
+        faults: Whether tests can make an allocation fail by calling `torchcram_fail_allocation`.
 
     Raises:
-        RuntimeError: if there is no compiler, or it fails.
+        RuntimeError: If there is no compiler, or it fails.
     """
     command = compiler()
     if command is None or sys.platform == "win32":
@@ -60,7 +60,7 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
     x86 = platform.machine() in ("x86_64", "AMD64")
     levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
     without = []
-    if x86 and not _takes(command, levels["avx512"]):  # an old one, which still has AVX2
+    if x86 and not _takes(command, levels["avx512"]):  # an old compiler, which still supports AVX2
         del levels["avx512"]
         without = ["-DTORCHCRAM_NO_AVX512"]
     names = (*_UNITS, "faults") if faults else _UNITS
@@ -77,24 +77,24 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(library, part)
-        part.replace(target)  # whoever has the old one loaded keeps it
+        part.replace(target)  # processes that have loaded the old library keep it
     return target
 
 
 def _linking(*, sanitize: bool, faults: bool) -> list[str]:
-    """Returns the arguments that make a shared library of objects."""
+    """Returns the arguments that link objects to a shared library."""
     words = ["-shared", "-pthread"]
-    if sanitize:  # replaces functions of the C++ library, which therefore has to be a shared one
+    if sanitize:  # sanitizers replace functions of the C++ library, so it must be shared
         words += _SANITIZE
     elif sys.platform == "linux":
         words += ["-static-libstdc++", "-static-libgcc"]
-    if faults:  # its calls of `new` go to its own definition
+    if faults:  # calls of `new` go to the definition in faults.cpp
         words += ["-Wl,-Bsymbolic"]
     return words
 
 
 def _takes(command: list[str], flags: list[str]) -> bool:
-    """Whether a compiler knows its way with flags."""
+    """Returns whether a compiler accepts flags."""
     probe = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0  # noqa: S603
 
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Builds the kernels and returns the exit code.
 
     Args:
-        arguments: Words of the command line; None for those of the process.
+        arguments: Command-line arguments; None for those of the process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m torchcram.runtime.build", description="Builds the sparse kernels."
@@ -124,12 +124,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sanitize",
         action="store_true",
-        help="with AddressSanitizer, UBSan and allocation failure on demand, for tests",
+        help="build with AddressSanitizer, UBSan and allocation failure on demand, for tests",
     )
     options = parser.parse_args(arguments)
     try:
         library = build(options.target, sanitize=options.sanitize, faults=options.sanitize)
-    except (RuntimeError, OSError) as error:  # the latter of a folder that is read-only
+    except (RuntimeError, OSError) as error:  # OSError: a read-only folder
         sys.stderr.write(f"the kernels were not built: {error}\n")
         return 1
     sys.stdout.write(f"{library}\n")

@@ -103,7 +103,7 @@ def test_too_few_values_are_noticed(count):
 def test_what_does_not_belong_together_is_refused(wrong):
     mask = torch.tensor([255], dtype=torch.uint8)
     given = {"out": torch.zeros(8), "mask": mask, "values": torch.ones(8), "bits": 0}
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(ValueError, match="do not match in size"):
         decode_(**{**given, "stored": 8, "scales": None, **wrong})
 
 

@@ -114,7 +114,7 @@ def test_heads_of_other_sizes_and_strides_work_too():
 
 def test_what_does_not_fit_is_refused():
     x = torch.randn(2, 5, 32)
-    with pytest.raises(ValueError, match=r"\(2, 4, 32\).* not all of one shape"):
+    with pytest.raises(ValueError, match=r"must have the same shape .*\(2, 4, 32\)"):
         attention((x, x[:, :4], x), 2, 1.0)
     with pytest.raises(ValueError, match="for 5 heads"):
         attention((x, x, x), 5, 1.0)

@@ -56,7 +56,7 @@ def test_feed_forward_is_both_layers(tokens, middle):
     expected = second(functional.gelu(first(x)), residual)
     assert relative_error(both(x, residual), expected) < 0.02
     assert (both(x, residual) - expected).abs().median() < 1e-5
-    with pytest.raises(ValueError, match="do not follow one another"):
+    with pytest.raises(ValueError, match="cannot be followed by"):
         SparseFeedForwardInt8(first, first, activation="gelu")
 
 

@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="'tanh' is not one of"):
         SparseLinear(weight, None, activation="tanh")
     layer = SparseLinear(weight, None)
-    with pytest.raises(ValueError, match="do not follow one another"):
+    with pytest.raises(ValueError, match="cannot be followed by"):
         SparseFeedForward(layer, layer, activation="relu")
 
 

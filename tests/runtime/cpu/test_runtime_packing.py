@@ -36,12 +36,12 @@ def test_truncated_foreign_and_altered_ones_are_refused(layout):
         torch.zeros(1000, dtype=torch.uint8),
         packed.float(),
     ):
-        with pytest.raises(ValueError, match="no packed sparse matrix"):
+        with pytest.raises(ValueError, match="not a packed sparse matrix"):
             check_packed(bad.clone())
     for place, number in itertools.product(range(10), [-1, -64, 1 << 45]):  # all of the header
         bad = packed.clone()
         bad.view(torch.int64)[place] = number
-        with pytest.raises(ValueError, match="no packed sparse matrix"):
+        with pytest.raises(ValueError, match="not a packed sparse matrix"):
             check_packed(bad)
 
 
@@ -53,7 +53,7 @@ def test_rows_and_columns_outside_are_refused(layout, places):
     for place in places:
         bad = packed.clone()
         bad[columns_at : columns_at + 20].view(torch.int16)[place] = -64  # 65472
-        with pytest.raises(ValueError, match="no packed sparse matrix"):
+        with pytest.raises(ValueError, match="not a packed sparse matrix"):
             check_packed(bad)
 
 
@@ -117,7 +117,7 @@ def test_operators_refuse_what_is_no_packed_matrix(call):
     far.view(torch.int64)[8] = 1 << 45  # where the columns begin
     strided = torch.stack([packed, packed], 1)[:, 0]
     for bad in (far, strided, packed[:-64], torch.zeros(4, dtype=torch.uint8), packed.float()):
-        with pytest.raises(ValueError, match="no packed sparse matrix"):
+        with pytest.raises(ValueError, match="not a packed sparse matrix"):
             call(bad)
 
 
@@ -126,7 +126,7 @@ def test_a_matrix_that_was_good_is_refused_once_it_is_altered(call):
     packed = pack_linear(torch.eye(16))
     call(packed)
     packed.view(torch.int64)[8] = 1 << 45
-    with pytest.raises(ValueError, match="no packed sparse matrix"):
+    with pytest.raises(ValueError, match="not a packed sparse matrix"):
         call(packed)
 
 
@@ -136,7 +136,7 @@ def test_a_matrix_in_the_memory_of_another_is_looked_at_again():
         CALLS["linear"](packed)
         del packed
         bad = pack_linear(torch.eye(16)).bitwise_or(128)
-        with pytest.raises(ValueError, match="no packed sparse matrix"):
+        with pytest.raises(ValueError, match="not a packed sparse matrix"):
             CALLS["linear"](bad)
         del bad
 
@@ -167,7 +167,7 @@ def test_the_kernel_of_a_weight_is_that_of_its_geometry():
     for size, geometry in (((0, 4, 1, 1), (1, 1)), ((4, 0, 1, 1), (1, 1))):
         with pytest.raises(ValueError, match=r"weight of shape \(.*at least one"):
             pack_images(torch.zeros(size), Geometry(geometry))
-    with pytest.raises(ValueError, match=r"\(4, 4, 1, 1\) has no kernel of \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"kernel of \(3, 3\).* \(4, 4, 1, 1\)"):
         pack_images(torch.ones(4, 4, 1, 1), Geometry((3, 3)))
 
 

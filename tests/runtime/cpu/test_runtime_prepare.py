@@ -237,7 +237,7 @@ def test_layers_that_give_something_else_stay_dense(monkeypatch):
     assert torch.equal(fast(x), model(x))
     (choice,) = runtime.report(fast)
     assert not choice.sparse
-    assert choice.reason.endswith("but the outputs are others")
+    assert choice.reason.endswith("but the outputs differ")
 
 
 class Options(nn.Module):

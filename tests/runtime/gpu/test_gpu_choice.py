@@ -38,7 +38,7 @@ def measured(monkeypatch):
         return times.get("Linear" if kind == "deepcopy" else kind)
 
     monkeypatch.setattr(gpu_prepare, "_milliseconds", milliseconds)
-    monkeypatch.setattr(gpu_prepare, "gives_the_same", lambda *_: True)
+    monkeypatch.setattr(gpu_prepare, "same_outputs", lambda *_: True)
     monkeypatch.setattr(gpu_prepare, "sparse_linear", lambda *_: nn.Identity())
     gpu_prepare.sparse_linear.__name__ = "sparse_linear"
     return times, asked
@@ -76,18 +76,18 @@ def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
     times.update(sparse_linear=0.8, Int8Linear=0.5)
     layer, integers = layer_and_integers()
     chooser, answers = Chooser(), iter([True, False])
-    monkeypatch.setattr(gpu_prepare, "gives_the_same", lambda *_: next(answers))
+    monkeypatch.setattr(gpu_prepare, "same_outputs", lambda *_: next(answers))
     assert chooser.choose("one", layer, 16, integers=integers)[0].kernel == "int8"
     choice, made = chooser.choose("two", layer, 16, integers=integers)
     assert (choice.kernel, made) == ("dense", None)
-    assert choice.reason == "int8 gives something else with these weights"
+    assert choice.reason == "int8 computes other outputs with these weights"
 
 
-def test_what_gives_the_same_is_seen_from_outputs():
+def test_what_same_outputs_is_seen_from_outputs():
     layer = nn.Linear(8, 4)
     other = nn.Linear(8, 4)
-    assert gpu_prepare.gives_the_same(layer, layer, 5)
-    assert not gpu_prepare.gives_the_same(other, layer, 5)
+    assert gpu_prepare.same_outputs(layer, layer, 5)
+    assert not gpu_prepare.same_outputs(other, layer, 5)
 
 
 def test_what_cannot_be_run_stays_dense(measured):
@@ -95,7 +95,7 @@ def test_what_cannot_be_run_stays_dense(measured):
     choice, faster = Chooser().choose("fc", layer, 16, integers=integers)
     assert faster is None
     assert choice.speedup is None
-    assert choice.reason == "2:4, int8: cannot be run here, or gives something else"
+    assert choice.reason == "2:4, int8: fails on this GPU, or computes other outputs"
     assert measured
 
 
@@ -155,7 +155,9 @@ def test_copies_fill_the_cache():
 
 
 def test_bad_arguments_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"dtype torch\.float32: allowed are torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be one of torch\.bfloat16, .*, got torch\.float32"
+    ):
         prepare_gpu(mlp(), (torch.randn(2, 8),), dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a CUDA device"):

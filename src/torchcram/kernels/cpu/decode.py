@@ -11,52 +11,77 @@ from torchcram.kernels.cpu.library import find
 
 
 def expand_(out: Tensor, bits: Tensor, values: Tensor) -> bool:
-    """Fills `out` with the next of `values` where a bit is set, with zeros elsewhere.
+    """Fills `out` with the next of `values` where a bit is set, and with zeros elsewhere.
 
     Args:
-        out: flat, contiguous, on the CPU.
-        bits: uint8, at least one bit for each place, lowest first.
-        values: of the type of `out`.
+        out: Flat, contiguous tensor on the CPU to write to.
+        bits: Mask as uint8, with at least one bit for each position, lowest first.
+        values: Values of the dtype of `out`.
 
     Returns:
-        False, with nothing done, where there is no compiled library.
+        Whether the work was done; False, with `out` unchanged, without a compiled library.
 
     Raises:
-        ValueError: if there are more or fewer values than places.
+        ValueError: If the number of values is not the number of bits that are set.
     """
     library = find()
     if library is None or out.itemsize not in (1, 2, 4, 8):
         return False
     bits, values, size = bits.contiguous(), values.contiguous(), out.itemsize
     if 8 * len(bits) < len(out) or values.dtype != out.dtype or not out.is_contiguous():
-        raise ValueError("mask, values and output do not belong together")
+        raise ValueError("mask, values and output do not match in size or dtype")
     used = library.torchcram_expand(
         bits.data_ptr(), len(out), values.data_ptr(), len(values), size, out.data_ptr()
     )
     if used != len(values):
-        raise ValueError(f"it has {len(values)} values, not as many as places")
+        raise ValueError(
+            f"the mask does not keep as many positions as there are values, {len(values)}"
+        )
     return True
 
 
 def count_ones(bits: Tensor, places: int) -> int | None:
-    """Returns how many of the first places of a mask are set; None without a compiled library."""
+    """Returns the number of bits that are set in a mask, or None without a compiled library.
+
+    Args:
+        bits: Mask as uint8, lowest bit first.
+        places: Number of bits to count, from the first on.
+
+    Raises:
+        ValueError: If the mask is too short or not uint8.
+    """
     library = find()
     if library is None:
         return None
     if 8 * len(bits) < places or bits.dtype != torch.uint8:
-        raise ValueError("a mask has a bit for each place")
+        raise ValueError(
+            f"a mask must be uint8 with at least {places} bits, got {len(bits)} x {bits.dtype}"
+        )
     return int(library.torchcram_count_ones(bits.contiguous().data_ptr(), places))
 
 
 def rows_of_table(table: Tensor, numbers: Tensor) -> Tensor | None:
-    """Returns the rows of a table, (256, n), that bytes choose; None without a compiled library."""
+    """Looks bytes up in a table; returns None without a compiled library.
+
+    Args:
+        table: Table of 256 rows.
+        numbers: Row numbers as uint8.
+
+    Returns:
+        Bytes of the chosen rows, one row after another.
+
+    Raises:
+        ValueError: If the table has another number of rows, or the numbers are not uint8.
+    """
     library = find()
     if library is None:
         return None
     table, numbers = table.contiguous(), numbers.contiguous()
     wide = table.shape[1] * table.itemsize
     if len(table) != 256 or numbers.dtype != torch.uint8:
-        raise ValueError("a byte chooses among 256 rows")
+        raise ValueError(
+            f"a table must have 256 rows and uint8 numbers, got {len(table)} and {numbers.dtype}"
+        )
     out = torch.empty(len(numbers) * wide, dtype=torch.uint8)
     library.torchcram_look_up(
         table.data_ptr(), wide, numbers.data_ptr(), len(numbers), out.data_ptr()
@@ -73,18 +98,22 @@ def decode_(
     bits: int,
     scales: Tensor | None,
 ) -> int | None:
-    """Puts stored values to their places and multiplies them by their scales.
+    """Expands stored values by a mask and multiplies them by their scales.
 
     Args:
-        out: float32, flat, contiguous, on the CPU.
-        mask: uint8, at least one bit for each place, lowest first; None where all have a value.
-        values: float32, or uint8 that holds integers without gaps.
-        stored: how many values there are.
-        bits: of integers; 0 for float32.
-        scales: float32, one for every so many places of `out`; or None.
+        out: Flat, contiguous float32 tensor on the CPU to write to.
+        mask: Mask as uint8, with at least one bit for each position, lowest first; None if every
+            position has a value.
+        values: Values as float32, or packed integers as uint8.
+        stored: Number of values.
+        bits: Number of bits of an integer; 0 for float32.
+        scales: Scales as float32, each for the same number of consecutive positions; or None.
 
     Returns:
-        How many values were used, -1 where there are too few; None without a compiled library.
+        Number of values used, or -1 if there are too few; None without a compiled library.
+
+    Raises:
+        ValueError: If the tensors do not match in size or dtype.
     """
     library = find()
     if library is None:
@@ -92,14 +121,14 @@ def decode_(
     kind = torch.uint8 if bits else torch.float32
     flat = all(tensor is None or tensor.dim() == 1 for tensor in (out, mask, values, scales))
     if not flat or not out.is_contiguous() or not 0 <= bits <= 8 or bits == 1:
-        raise ValueError("mask, values, scales and output do not belong together")
+        raise ValueError("mask, values, scales and output do not match in size or dtype")
     enough = 8 * values.numel() * values.itemsize >= stored * (bits or 32)
     enough = enough and (mask is None or (mask.dtype == torch.uint8 and 8 * len(mask) >= len(out)))
     scaled = scales is None or (
         scales.dtype == torch.float32 and len(scales) > 0 and len(out) % len(scales) == 0
     )
     if not (enough and scaled and values.dtype == kind and out.dtype == torch.float32):
-        raise ValueError("mask, values, scales and output do not belong together")
+        raise ValueError("mask, values, scales and output do not match in size or dtype")
     values = values.contiguous()
     mask = None if mask is None else mask.contiguous()
     scales = None if scales is None else scales.contiguous()
@@ -118,11 +147,14 @@ def decode_(
 
 
 def checksum(data: Tensor, seen: int = 0) -> int:
-    """Returns what `zlib.crc32` does.
+    """Returns the same CRC-32 as `zlib.crc32`.
 
     Args:
-        data: uint8, flat, on the CPU.
-        seen: the checksum of what comes before.
+        data: Bytes as a flat uint8 tensor on the CPU.
+        seen: Checksum of the bytes before them.
+
+    Raises:
+        ValueError: If the data is not uint8.
     """
     library = find()
     if data.dtype != torch.uint8:

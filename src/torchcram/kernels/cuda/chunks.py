@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CHUNK = 2048  # elements treated at a time
-WARPS = 4  # that share them
+CHUNK = 2048  # elements processed at a time
+WARPS = 4  # warps per chunk
 KEYS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int16}
 ROW = tl.constexpr(5)  # columns of Table.chunks
 INFO = tl.constexpr(5)  # columns of Table.info
@@ -29,7 +29,13 @@ _T = TypeVar("_T")
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory: rows of (channels, spatial), stored as (spatial, channels)."""
+    """Memory layout of a tensor: rows of (channels, spatial), stored as (spatial, channels).
+
+    Attributes:
+        numel: Number of elements.
+        channels: Number of channels; 1 for a contiguous tensor.
+        spatial: Number of pixels; 1 for a contiguous tensor.
+    """
 
     numel: int
     channels: int = 1
@@ -37,23 +43,28 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Where the chunks of a list of tensors are, and what is ranked together.
+    """The chunks of a list of tensors.
 
-    A row of `chunks` holds: the first element (`_addresses` makes an address of it), how many
-    elements there are from there to the end of the tensor, the offset of the mask, the segment, the
-    tensor.
+    Attributes:
+        chunks: Table (chunks, ROW): first element (`_addresses` turns it into an address), number
+            of elements from there to the end of the tensor, offset of the mask, segment, tensor.
+        info: Table (tensors, INFO): numel, channels, spatial, first chunk, last chunk.
+        segments: Table (segments, SEGMENT): first chunk, number of chunks, numel.
+        offsets: Offset of the mask of each tensor in the flat mask.
+        size: Size of the flat mask.
+        packed: Whether the flat mask has no gaps.
     """
 
-    chunks: Tensor  # (chunks, ROW)
-    info: Tensor  # (tensors, INFO): numel, channels, spatial, first chunk, last chunk
-    segments: Tensor  # (segments, SEGMENT): first chunk, chunks, numel
-    offsets: tuple[int, ...]  # where the mask of each tensor begins in the flat mask
-    size: int  # of the flat mask
-    packed: bool  # whether it has no gaps
+    chunks: Tensor
+    info: Tensor
+    segments: Tensor
+    offsets: tuple[int, ...]
+    size: int
+    packed: bool
 
 
 def layout(tensor: Tensor) -> Layout | None:
-    """Returns how `tensor` lies in memory, or None where the kernels cannot walk it."""
+    """Returns the memory layout of `tensor`, or None if the kernels do not support it."""
     if tensor.is_contiguous():
         return Layout(tensor.numel())
     memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
@@ -63,7 +74,7 @@ def layout(tensor: Tensor) -> Layout | None:
 
 
 def walk_alike(tensor: Tensor, mask: Tensor) -> bool:
-    """Returns whether `zero_unmasked_` can walk `tensor` and `mask` side by side."""
+    """Returns whether `zero_unmasked_` supports `tensor` with `mask`."""
     if not mask.is_cuda or tensor.dtype not in KEYS:
         return False
     if tensor.is_contiguous():
@@ -81,15 +92,15 @@ def _flat(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
 
 
 _may_pin: ContextVar[bool] = ContextVar("_may_pin", default=True)
-_captured: list[object] = []  # what graphs read, for as long as there may be graphs
+_captured: list[object] = []  # tables that CUDA graphs read, kept as long as there may be graphs
 
 
 @contextmanager
 def _outside_captures(device: torch.device) -> Iterator[None]:
-    """Runs a block on a stream of its own while a CUDA graph is captured: not to become part of it.
+    """Keeps a block out of a CUDA graph that is being captured, by running it on another stream.
 
-    Whoever captures waits for the device before the first replay. The block pins no host memory:
-    freeing that records events, which the allocator cannot query if they fall into a capture.
+    The capturing code synchronizes the device before the first replay. The block pins no host
+    memory: freeing it records events, which the allocator cannot query during a capture.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         yield
@@ -108,7 +119,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _keep_while_captured(table: _T) -> _T:
-    """Returns a table, which stays in memory if a CUDA graph is being captured with it."""
+    """Returns `table`, and keeps it in memory if a CUDA graph is being captured with it."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         _captured.append(table)
     return table
@@ -141,7 +152,7 @@ def _table(
         ]
         info.append((*lay, first, len(chunks) - 1))
         offsets.append(size)
-        size += -(-lay.numel // 16) * 16  # masks begin at multiples of 16 bytes
+        size += -(-lay.numel // 16) * 16  # masks are aligned to 16 bytes
         group = groups.setdefault(segment, [first, 0, 0])
         group[1] = len(chunks) - group[0]
         group[2] += lay.numel
@@ -167,7 +178,7 @@ def _addresses(
     itemsize: int,
     chunk: int,
 ) -> tuple[Table, Tensor]:
-    """Returns a table, and all of it in one tensor with addresses for offsets."""
+    """Returns a table, and a tensor of its contents with addresses instead of first elements."""
     with _outside_captures(device):
         table = _table(layouts, segments, device, chunk)
         rows = table.chunks.clone()
@@ -177,17 +188,17 @@ def _addresses(
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:
-    """Returns the addresses of `tensors`, and whether all are multiples of 16 bytes."""
+    """Returns the addresses of `tensors`, and whether all are aligned to 16 bytes."""
     pointers = tuple([tensor.data_ptr() for tensor in tensors])
     return pointers, max([pointer % 16 for pointer in pointers]) == 0
 
 
-# In the kernels
+# Access from kernels
 
 
 @triton.jit
 def _chunk(row, KEY: tl.constexpr, ALIGNED: tl.constexpr):
-    # (address, elements up to the end of the tensor)
+    # address, and number of elements up to the end of the tensor
     pointer = tl.load(row).to(tl.pointer_type(KEY))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -196,7 +207,7 @@ def _chunk(row, KEY: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _bits(pointer, lane, left, SIZE: tl.constexpr):
-    # a whole chunk loads without a mask, in vectors
+    # a full chunk is loaded without a mask, in vectors
     if left >= SIZE:
         bits = tl.load(pointer + lane)
     else:
@@ -206,7 +217,7 @@ def _bits(pointer, lane, left, SIZE: tl.constexpr):
 
 @triton.jit
 def _read(rows, chunk, KEY: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
-    """Reads a chunk: its bits, the elements up to the end of its tensor, its segment."""
+    """Returns the bits of a chunk, the elements up to the end of its tensor, and its segment."""
     row = rows + chunk * ROW
     pointer, left = _chunk(row, KEY, ALIGNED)
     return _bits(pointer, tl.arange(0, SIZE), left, SIZE), left, tl.load(row + 3)
@@ -214,7 +225,7 @@ def _read(rows, chunk, KEY: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.conste
 
 @triton.jit
 def _key(bits, lane, left, SIGN: tl.constexpr, SIZE: tl.constexpr):
-    # -1 beyond the end of a tensor
+    # -1 beyond the end of the tensor
     key = bits.to(tl.int32) & SIGN
     if left < SIZE:
         key = tl.where(lane < left, key, -1)
@@ -223,7 +234,7 @@ def _key(bits, lane, left, SIGN: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _fresh(pointer):
-    # reads what other programs have written: past the first-level cache
+    # bypasses the L1 cache to read what other programs have written
     return tl.load(pointer, cache_modifier=".cg")
 
 

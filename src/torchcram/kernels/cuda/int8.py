@@ -1,4 +1,4 @@
-"""Few rows times a matrix of 8 bits: what takes the time is to read the matrix, once."""
+"""Few rows times a matrix in 8 bits, which is read once; reading it takes most of the time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ROWS = 64  # from there on, dense kernels are faster
-ROWS, COLUMNS, DEEP = 16, (16, 32), 256  # of a tile: the least that tensor cores take
-MANY = 3072  # outputs, from which the wider tiles still keep a GPU busy
-ONE, LONG = 2, 1024  # outputs and inputs at a time, for one row
+MOST_ROWS = 64  # dense kernels are faster for more rows
+ROWS, COLUMNS, DEEP = 16, (16, 32), 256  # size of a tile; tensor cores need at least 16 x 16
+MANY = 3072  # outputs from which the wider tiles keep a GPU busy
+ONE, LONG = 2, 1024  # outputs and inputs of a tile for a single row
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _scaled(sums, scale, bias, output, valid, HAS_BIAS: tl.constexpr):
 @triton.jit
 def _one_row_kernel(x, values, scale, bias, y, outputs, inputs, HAS_BIAS: tl.constexpr,
                     WIDE: tl.constexpr, DEEP: tl.constexpr):  # fmt: skip
-    """Writes (values x) scale + bias for one x."""
+    """Writes (values x) scale + bias for a single row x."""
     output = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     valid = output < outputs
     rows = values + output.to(tl.int64)[:, None] * inputs
@@ -45,7 +45,7 @@ def _one_row_kernel(x, values, scale, bias, y, outputs, inputs, HAS_BIAS: tl.con
 @triton.jit
 def _rows_kernel(x, values, scale, bias, y, count, outputs, inputs, HAS_BIAS: tl.constexpr,
                  ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr):  # fmt: skip
-    """Writes (x values^T) scale + bias, a tile on tensor cores per program."""
+    """Writes (x values^T) scale + bias; each program computes a tile on tensor cores."""
     output = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid, there = output < outputs, row < count
@@ -67,10 +67,10 @@ def multiply_int8(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None)
     """Returns (x values^T) scale + bias.
 
     Args:
-        x: (rows, inputs) in bfloat16 or float16, contiguous; fast up to `MOST_ROWS` rows.
-        values: (outputs, inputs) in int8, contiguous.
-        scale: (outputs,) in float32.
-        bias: (outputs,), or None.
+        x: Inputs (rows, inputs) in bfloat16 or float16, contiguous; fast up to `MOST_ROWS` rows.
+        values: Integers (outputs, inputs) in int8, contiguous.
+        scale: Scales (outputs,) in float32.
+        bias: Bias (outputs,), or None.
     """
     (count, inputs), outputs = x.shape, len(values)
     y = x.new_empty(count, outputs)

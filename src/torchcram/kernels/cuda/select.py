@@ -52,28 +52,28 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-BINS = tl.constexpr(2048)  # coarse ones; each is up to 2 ** DEPTH fine ones
-SAMPLE = tl.constexpr(1024)
-PASSES = tl.constexpr(4)  # enough for any key: BINS ** 3 > 2 ** 31, and one if the sample misleads
-STATE = tl.constexpr(9)  # of a segment: low, last, shift, rank, ties, known, guess, above, seen
-ORDERED = tl.constexpr(1024)  # elements at a time where they are taken in order
-PROGRAMS = 4  # per multiprocessor, all running at the same time
-REGISTERS = 128  # per thread, so that they fit
-STRIDE = 8  # of many chunks, one in so many is looked at first
+BINS = tl.constexpr(2048)  # coarse bins; each consists of up to 2 ** DEPTH fine bins
+SAMPLE = tl.constexpr(1024)  # keys in the sample of a segment
+PASSES = tl.constexpr(4)  # BINS ** 3 > 2 ** 31, and one more if the sample misleads
+STATE = tl.constexpr(9)  # low, last, shift, rank, ties, known, guess, above, seen
+ORDERED = tl.constexpr(1024)  # elements at a time where their order matters
+PROGRAMS = 4  # programs per multiprocessor, all running at the same time
+REGISTERS = 128  # registers per thread, so that all programs fit
+STRIDE = 8  # of many chunks, every STRIDE-th is counted first
 BINS_AT_ONCE = 1024  # fine bins that a program adds up at a time
-DEPTH, SHALLOW = 7, 3  # bits that fine bins go deeper than coarse ones, for many chunks and for few
-SIGNALS = tl.constexpr(PASSES.value + 2)  # arrivals, segments unknown after each pass, unsettled
+DEPTH, SHALLOW = 7, 3  # fine bins per coarse bin, in bits, for many and for few chunks
+SIGNALS = tl.constexpr(PASSES.value + 2)  # arrivals, unknown segments after each pass, unsettled
 
 
 def keep_largest(
     tensors: Sequence[Tensor], keep: Sequence[int], segments: Sequence[int]
 ) -> list[Tensor]:
-    """Masks that keep, in each segment, exactly the `keep[segment]` largest magnitudes.
+    """Returns masks that keep exactly the `keep[segment]` largest magnitudes of each segment.
 
     Args:
-        tensors: of one dtype out of `KEYS`, on one device, none empty.
-        keep: how many to keep, per segment.
-        segments: the segment of each tensor, from 0 up; those of a segment follow one another.
+        tensors: Tensors of the same dtype in `KEYS`, on one device, none empty.
+        keep: Number of elements to keep, by segment.
+        segments: Segment of each tensor, from 0 up; tensors of a segment follow one another.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     segments = tuple(segments)
@@ -104,7 +104,7 @@ def keep_largest(
         num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     if table.packed and contiguous:
-        return list(_unflatten_dense_tensors(mask, tensors))  # the same, faster
+        return list(_unflatten_dense_tensors(mask, tensors))  # faster than as_strided
     return [
         mask.as_strided(tensor.shape, tensor.stride(), offset)
         for tensor, offset in zip(tensors, table.offsets, strict=True)
@@ -113,7 +113,7 @@ def keep_largest(
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """How many programs run at the same time; one where Triton interprets them one by one."""
+    """Returns the number of programs that run at the same time; 1 if Triton interprets them."""
     if device.type != "cuda":
         return 1
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -135,7 +135,7 @@ def _select_kernel(
     ties_until = chunk_ties + chunk_count
     coarse = ties_until + chunk_count
     counts = coarse + segment_count * BINS
-    unsettled = words + PASSES + 1  # segments in which position decides among ties
+    unsettled = words + PASSES + 1  # number of segments in which position decides among ties
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = (program.to(tl.int64) * chunk_count // programs).to(tl.int32)
@@ -186,7 +186,7 @@ def _select_kernel(
 
 @triton.jit
 def _narrow(here, low, last):
-    # stores an interval, with coarse bins just wide enough to cover it
+    # stores an interval and the smallest width of coarse bins that covers it
     shift = tl.zeros([], tl.int64)
     for width in tl.static_range(21):
         shift += (last - low >= (BINS << width)).to(tl.int64)
@@ -198,23 +198,24 @@ def _narrow(here, low, last):
 @triton.jit
 def _guess(segment, rows, segments, keep, state, unsettled,
            KEY: tl.constexpr, SIGN: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """From a sample of the segment: an interval that most likely holds the k-th key."""
+    """Stores an interval that most likely holds the k-th key, from a sample of the segment."""
     here = state + segment * STATE
     about = segments + segment * SEGMENT
     kept_count = tl.load(keep + segment)
-    # some keys out of every chunk, at scattered places
+    # keys from all chunks at scattered positions
     index = tl.arange(0, SAMPLE)
     row = rows + (tl.load(about) + index.to(tl.int64) * tl.load(about + 1) // SAMPLE) * ROW
     size = tl.minimum(tl.load(row + 1), SIZE).to(tl.uint32)
     lane = ((index.to(tl.uint32) * 2654435761) >> 8) % size
     key = tl.load(tl.load(row).to(tl.pointer_type(KEY)) + lane).to(tl.int32) & SIGN
-    # the rank of the k-th in the sample, give or take five standard deviations
+    # rank of the k-th key in the sample, plus or minus five standard deviations
     total = tl.load(about + 2).to(tl.float32)
     rank = kept_count.to(tl.float32) / total * SAMPLE
     margin = 5 * tl.sqrt(rank * (1 - rank / SAMPLE)) + 8
     more = (rank + margin).to(tl.int64)
     less = tl.maximum((rank - margin).to(tl.int64), 0)
-    # the largest keys that at least so many of the sample reach, bit by bit; counts of 20 bits each
+    # largest keys that at least `more`, `less` and `rank` of the sample reach, bit by bit; three
+    # counts of 20 bits in a word
     low = tl.zeros([], tl.int32)
     last = tl.zeros([], tl.int32)
     middle = tl.zeros([], tl.int32)
@@ -231,7 +232,7 @@ def _guess(segment, rows, segments, keep, state, unsettled,
     _narrow(here, low.to(tl.int64), last.to(tl.int64))
     tl.store(here + 3, kept_count)
     tl.store(here + 6, middle.to(tl.int64))
-    if kept_count == 0:  # nothing is above the threshold, and of those equal to it none is kept
+    if kept_count == 0:  # no key is above the threshold, and none equal to it is kept
         tl.store(here, SIGN)
         tl.store(here + 4, 1)
         tl.store(here + 5, 1)
@@ -240,14 +241,14 @@ def _guess(segment, rows, segments, keep, state, unsettled,
 
 @triton.jit
 def _bins(here, counts, segment, copy, DEPTH: tl.constexpr):
-    """Where a program counts: an interval of no more than BINS keys has room for many copies."""
+    """Returns the bins of a program; an interval of at most BINS keys has room for copies."""
     bins = counts + segment * (BINS << DEPTH)
     return bins + tl.where(_fresh(here + 2) == 0, copy * BINS, 0)
 
 
 @triton.jit
 def _flush(here, bins, known, often, above, seen, first, DEPTH: tl.constexpr):
-    # hands the sums of a program over to its segment
+    # adds the sums of a program to those of its segment
     if known == 0:
         guess = _fresh(here + 6)
         low = _fresh(here)
@@ -280,7 +281,7 @@ def _count(
     guess = low
     bits, left, segment = _read(rows, begin, KEY, ALIGNED, SIZE)
     for chunk in range(begin, end, stride):
-        # the next chunk is on its way while this one is counted
+        # prefetches the next chunk
         ahead = tl.where(chunk + stride < end, chunk + stride, chunk)
         bits_ahead, left_ahead, segment_ahead = _read(rows, ahead, KEY, ALIGNED, SIZE)
         if segment != current:
@@ -298,7 +299,7 @@ def _count(
             seen = tl.zeros([], tl.int64)
         if known == 0:
             offset = _key(bits, lane, left, SIGN, SIZE) - low  # from -2 ** 31 to 2 ** 31 - 1
-            # one key may make up much of a tensor (zero, a level of a quantizer): added up first
+            # a single key may be frequent (zero, a level of a quantizer) and is counted separately
             same = offset == guess
             sums = tl.sum(same.to(tl.int32) | ((offset > span).to(tl.int32) << 16))
             often += sums & 0xFFFF
@@ -315,7 +316,7 @@ def _count(
 @triton.jit
 def _add_bins(me, programs, segment_count, state, counts, coarse,
               PARTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
-    """Adds up the fine bins of every coarse one, or its copies; shared among all programs."""
+    """Adds up the fine bins, or the copies, of each coarse bin; all programs share the work."""
     for block in range(me, segment_count * PARTS, programs):
         segment = block // PARTS
         here = state + segment * STATE
@@ -324,7 +325,7 @@ def _add_bins(me, programs, segment_count, state, counts, coarse,
             deep = shift - tl.maximum(shift - DEPTH, 0)
             coarse_bin = (block - segment * PARTS) * (BINS // PARTS) + tl.arange(0, BINS // PARTS)
             fine = tl.arange(0, 1 << DEPTH)[None, :]
-            # fine bins lie together, copies BINS apart
+            # fine bins are adjacent, copies are BINS apart
             apart = fine * BINS + coarse_bin[:, None]
             together = (coarse_bin[:, None].to(tl.int64) << deep) + fine
             bins = counts + (segment + tl.zeros([], tl.int64)) * (BINS << DEPTH)
@@ -336,7 +337,7 @@ def _add_bins(me, programs, segment_count, state, counts, coarse,
 
 @triton.jit
 def _refine(segment, segments, state, coarse):
-    """Narrows the interval to what part of the chunks says, give or take eight deviations."""
+    """Narrows the interval by the chunks counted so far, with a margin of eight deviations."""
     here = state + segment * STATE
     seen = _fresh(here + 8).to(tl.float32)
     if (tl.load(here + 5) == 0) & (seen > 0):
@@ -360,7 +361,7 @@ def _refine(segment, segments, state, coarse):
 @triton.jit
 def _descend(segment, state, counts, coarse, unknown, unsettled, first,
              DEPTH: tl.constexpr, SIGN: tl.constexpr):  # fmt: skip
-    """Goes on with the bin that holds the k-th key, or beside an interval that does not."""
+    """Narrows the interval to the bin of the k-th key, or moves to the side where the key is."""
     here = state + segment * STATE
     if tl.load(here + 5) == 0:
         count = _fresh(coarse + segment * BINS + tl.arange(0, BINS)).to(tl.int64)
@@ -404,7 +405,7 @@ def _descend(segment, state, counts, coarse, unknown, unsettled, first,
 
 @triton.jit
 def _bin_of(count, bin_index, rank):
-    # (the bin that holds the key of that rank from above, its rank there, the keys there)
+    # bin of the key with this rank from above, the rank within the bin, and its number of keys
     at_or_above = tl.sum(count) - tl.cumsum(count, 0) + count
     chosen = tl.sum((at_or_above >= rank).to(tl.int64)) - 1
     rank -= tl.sum(tl.where(bin_index > chosen, count, 0))
@@ -416,7 +417,7 @@ def _bin_of(count, bin_index, rank):
 
 @triton.jit
 def _in_order(index, channels, spatial):
-    # where the index-th element in row-major order lies in memory
+    # memory offset of the index-th element in row-major order
     row = index // (channels * spatial)
     rest = index - row * channels * spatial
     channel = rest // spatial
@@ -425,7 +426,7 @@ def _in_order(index, channels, spatial):
 
 @triton.jit
 def _keys_in_order(row, info, pointer, lane, left, SIGN: tl.constexpr):
-    # the keys of a chunk in row-major order, and where they lie relative to `pointer`
+    # keys of a chunk in row-major order, and their offsets from `pointer`
     about = info + tl.load(row + 4) * INFO
     spatial = tl.load(about + 2)
     where = lane.to(tl.int64)
@@ -439,7 +440,7 @@ def _keys_in_order(row, info, pointer, lane, left, SIGN: tl.constexpr):
 @triton.jit
 def _ties_in_order(row, info, threshold, KEY: tl.constexpr, SIGN: tl.constexpr,
                    ALIGNED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    # the keys equal to the threshold in a chunk of the row-major order
+    # number of keys equal to the threshold in a chunk in row-major order
     pointer, left = _chunk(row, KEY, ALIGNED)
     ties = tl.zeros([ORDERED], tl.int32)
     for start in range(0, SIZE, ORDERED):
@@ -452,7 +453,7 @@ def _ties_in_order(row, info, threshold, KEY: tl.constexpr, SIGN: tl.constexpr,
 @triton.jit
 def _write_first(row, info, pointer, left, threshold, rank, earlier, out,
                  SIGN: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """Writes the mask of a chunk in which only the first of the ties are kept."""
+    """Writes the mask of a chunk in which only the first ties are kept."""
     for start in range(0, SIZE, ORDERED):
         lane = start + tl.arange(0, ORDERED)
         key, where = _keys_in_order(row, info, pointer, lane, left, SIGN)
@@ -464,7 +465,7 @@ def _write_first(row, info, pointer, left, threshold, rank, earlier, out,
 
 @triton.jit
 def _add_up(segment, segments, chunk_ties, ties_until, SIZE: tl.constexpr):
-    """Writes how many ties of the segment there are up to and with each chunk."""
+    """Writes the number of ties of the segment up to and including each chunk."""
     first = tl.load(segments + segment * SEGMENT)
     end = first + tl.load(segments + segment * SEGMENT + 1)
     so_far = tl.zeros([], tl.int32)
@@ -488,9 +489,9 @@ def _write_masks(
     begin, end, rows, info, state, chunk_ties, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes True where a key is above the k-th, and for those equal to it if all are kept.
+    """Writes True where a key is above the k-th, and where it is equal if all ties are kept.
 
-    Where only some are kept, writes how many there are in each chunk.
+    If only some ties are kept, it writes the number of ties in each chunk.
     """
     lane = tl.arange(0, SIZE)
     current = tl.full([], -1, tl.int64)
@@ -512,7 +513,7 @@ def _write_masks(
         if take == 0:
             if tl.load(info + tl.load(row + 4) * INFO + 2) > 1:
                 ties = _ties_in_order(row, info, threshold, KEY, SIGN, ALIGNED, SIZE)
-            else:  # the order in memory is that of the index
+            else:  # memory order is row-major order
                 ties = tl.sum((key == threshold).to(tl.int32))
             tl.store(chunk_ties + chunk, ties)
         bits = bits_ahead
@@ -525,7 +526,7 @@ def _settle(
     chunk, rows, info, state, chunk_ties, ties_until, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the mask of a chunk again if the first ties of its segment, by position, are in it."""
+    """Rewrites the mask of a chunk that contains some of the first ties of its segment."""
     row = rows + chunk * ROW
     ties_here = _fresh(chunk_ties + chunk)
     about = info + tl.load(row + 4) * INFO
@@ -537,7 +538,7 @@ def _settle(
         threshold = _fresh(here).to(tl.int32)
         out = mask + tl.multiple_of(tl.load(row + 2), 16)
         before = _fresh(ties_until + chunk) - ties_here
-        if _fresh(ties_until + tl.load(about + 4)) <= rank:  # all ties of the tensor
+        if _fresh(ties_until + tl.load(about + 4)) <= rank:  # all ties of the tensor are kept
             lane = tl.arange(0, SIZE)
             key = _bits(pointer, lane, left, SIZE).to(tl.int32) & SIGN
             _store(out, lane, left, key >= threshold, SIZE)

@@ -1,4 +1,4 @@
-"""Zeroing by mask, in one launch."""
+"""Zeroing tensors by masks, in one launch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zeroes every tensor where its mask is False.
 
     Args:
-        tensors: of one dtype out of `KEYS`, on one device, each filling one stretch of memory.
-        masks: with the strides of their tensors.
+        tensors: Tensors of the same dtype in `KEYS`, on one device, each without gaps in memory.
+        masks: Boolean masks with the strides of the tensors.
     """
     device = tensors[0].device
     flat = _flat(tuple([tensor.numel() for tensor in tensors]))

@@ -48,13 +48,13 @@ _FUNCTIONS: Mapping[object, str] = {
 
 
 def as_graph(model: nn.Module) -> fx.GraphModule | None:
-    """Returns `model` as a graph with its batch norms folded, or None where it is not traceable."""
+    """Returns `model` as a graph with folded batch norms, or None if it cannot be traced."""
     try:
         graph = fx.symbolic_trace(model)
-    except Exception:  # noqa: BLE001  tracing runs the model on proxies: anything may be raised
+    except Exception:  # noqa: BLE001  tracing runs the model on proxies, which may raise anything
         return None
     if any(node.op == "get_attr" and _owner(graph, node) for node in graph.graph.nodes):
-        return None  # the model itself reads the weight of a layer
+        return None  # the model reads the weight of a layer itself
     _fold_batchnorm_(graph)
     return graph
 
@@ -88,9 +88,10 @@ def _fold_batchnorm_(model: fx.GraphModule) -> None:
 
 
 def fuse_tails_(model: fx.GraphModule) -> None:
-    """Lets sparse layers do what follows them: the addition of a residual, and the activation.
+    """Moves residual additions and activations into the sparse layers before them.
 
-    The nodes know their shapes (`torch.fx.passes.shape_prop`).
+    Args:
+        model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
     """
     modules = dict(model.named_modules())
     uses = _uses(model)
@@ -129,11 +130,13 @@ def _fuse_convolution_(
 
 
 def lay_images_innermost_(model: fx.GraphModule) -> None:
-    """Lets layers for panels of images hand each other images that lie innermost in memory.
+    """Keeps images the innermost dimension in memory between layers for panels of images.
 
-    Such a layer returns its outputs as its inputs lie. What comes from another kind of node is laid
-    out for it, and what goes to another kind of node gets the memory format back that it has
-    otherwise, which the nodes know (`torch.fx.passes.shape_prop`).
+    Such a layer returns outputs in the layout of its inputs. Inputs from other nodes are copied to
+    that layout, and outputs to other nodes are copied back to their usual memory format.
+
+    Args:
+        model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
     """
     modules = dict(model.named_modules())
     inner: set[fx.Node] = set()
@@ -143,7 +146,7 @@ def lay_images_innermost_(model: fx.GraphModule) -> None:
             sources and inner.issuperset(sources) and _keeps_layout(modules, node)
         ):
             inner.add(node)
-    # Readers share a copy, unless what they read may be written to in between.
+    # Nodes share a copy unless a node may write to its input in between.
     written = any(_writes(modules, node) for node in model.graph.nodes)
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(model.graph.nodes):
@@ -184,7 +187,7 @@ def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
 
 
 def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    """Returns whether the outputs of a node lie in memory as its inputs do, whatever that is."""
+    """Returns whether the outputs of a node have the memory layout of its inputs."""
     idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
     return idle or _is_call(node, _ADD) or _node_activation(modules, node) is not None
 
@@ -208,7 +211,7 @@ def _is_call(node: fx.Node, targets: tuple[object, ...]) -> bool:
 
 
 def _node_activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
-    """Returns the name of the activation that a node is, if it is one."""
+    """Returns the name of the activation that a node computes, or None."""
     if node is None:
         return None
     module = _module(modules, node)
@@ -257,8 +260,8 @@ class ResidualNorm(nn.Module):
     """y = LayerNorm(layer(h) + x).
 
     Args:
-        layer: takes what is to be added as its second argument.
-        norm: the layer norm.
+        layer: Layer that takes the residual x as its second argument.
+        norm: Layer norm.
     """
 
     def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
@@ -275,9 +278,9 @@ class SelfAttention(nn.Module):
     """softmax(Q K^T scale) V of all heads at once.
 
     Args:
-        original: what does it where there is a mask or a cache.
-        heads: how many.
-        scale: of the products.
+        original: Module with the layers of Q, K and V; it runs if there is a mask or a cache.
+        heads: Number of heads.
+        scale: Factor of the scores Q K^T.
     """
 
     def __init__(self, original: nn.Module, heads: int, scale: float) -> None:
@@ -285,7 +288,7 @@ class SelfAttention(nn.Module):
         self.original, self.heads, self.scale = original, heads, scale
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
-        """Returns the outputs of all heads, and no weights."""
+        """Returns the outputs of all heads, and None for the attention weights."""
         given = any(each is not None and each is not False for each in (*args, *kwargs.values()))
         if given or x.dim() != 3:
             whole: tuple[Tensor | None, ...] = self.original(x, *args, **kwargs)
@@ -295,7 +298,7 @@ class SelfAttention(nn.Module):
 
 
 def fuse_encoder_(model: nn.Module) -> bool:
-    """Fuses what it recognises, in place; returns whether there was anything."""
+    """Fuses the encoder layers that it recognises, in place; returns whether there were any."""
     fused = _fuse_attention_(model)
     for module in list(model.modules()):
         output = _parts(getattr(module, "output", None), _OUTPUT)
@@ -340,13 +343,13 @@ def _fuse_attention_(model: nn.Module) -> bool:
 
 
 def _parts(module: object, names: set[str]) -> dict[str, nn.Module]:
-    """Returns the children of a module if they have these names, else none."""
+    """Returns the children of a module if they have exactly these names, else an empty dict."""
     children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
     return children if children.keys() == names else {}
 
 
 def _function_activation(function: nn.Module | None) -> str | None:
-    """Returns the name of an activation, recognised by what it does."""
+    """Returns the name of an activation, recognised by its values, or None."""
     if function is None:
         return None
     x = torch.linspace(-6, 6, 101)

@@ -1,10 +1,17 @@
-"""Sparse products as operators of torch, so that torch.compile and torch.export keep them.
+"""The CPU kernels as operators of torch, which torch.compile and torch.export can handle.
 
-Here are those of Linear layers; `torch.ops.torchcram` has them. The modules in
-`torchcram.runtime.cpu.modules` call them.
+They are registered as `torch.ops.torchcram`; the modules in `torchcram.runtime.cpu.modules` call
+them.
 
-The kernels have no derivatives. Where one is asked for, by `backward`, by forward mode or by a
-transform of `torch.func`, an operator computes with the dense weight, which it unpacks.
+    sparse_linear             a Linear layer
+    sparse_feed_forward       two Linear layers with an activation between them
+    sparse_linear_int8        a Linear layer in 8 bits
+    sparse_feed_forward_int8  two Linear layers in 8 bits with an activation between them
+    sparse_conv2d             a convolution
+    attention                 self-attention without a mask
+
+The kernels have no derivatives. If one is needed, for `backward`, in forward mode or in a transform
+of `torch.func`, an operator unpacks the weight and computes with torch.
 """
 
 from __future__ import annotations
@@ -43,10 +50,10 @@ def register(
 
     Args:
         name: Name of the operator.
-        kernel: Computes it on the CPU.
-        shape: Returns an empty output, for tensors without data.
-        dense: Computes the same with operators of torch that have derivatives, or raises an error
-            that says why there is none.
+        kernel: Function that computes it on the CPU.
+        shape: Function that returns an empty output, for tensors without data.
+        dense: Function that computes the same with differentiable operators of torch, or raises an
+            error that explains why there is no derivative.
     """
     operators.impl(name, kernel, "CPU")
     torch.library.register_fake(f"torchcram::{name}", shape, lib=operators)
@@ -56,7 +63,7 @@ def register(
         if _differentiated(arguments):
             return dense(*arguments)
         if (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() == torch._C.DispatchKey.CPU:
-            return kernel(*arguments)  # what the dispatcher would call, which takes longer
+            return kernel(*arguments)  # the dispatcher would call it, too, but more slowly
         with torch._C._AutoDispatchBelowAutograd():
             y: Tensor = overload(*arguments)
         return y
@@ -65,7 +72,7 @@ def register(
 
 
 def _differentiated(arguments: tuple[object, ...]) -> bool:
-    """Returns whether a derivative with respect to one of the arguments may be asked for."""
+    """Returns whether a derivative with respect to one of the arguments may be needed."""
     forward_mode = forward_ad._current_level >= 0
     if not forward_mode and not torch.is_grad_enabled():
         return False
@@ -85,19 +92,20 @@ def on_tokens(
     features: int,
     rows: int,
 ) -> Tensor:
-    """Runs a kernel that maps the last dimension of `x` to so many features.
+    """Runs a kernel that maps the last dimension of `x` to another number of features.
 
     Args:
-        run: Kernel, given where the tokens are, how many, of how many features, where the residual
-            is, and where the outputs go; returns 0 where the packed matrix is not one for that.
-        matrices: Packed matrices that it uses.
-        x: Inputs of any number of dimensions.
-        residual: Tensor that is added to the outputs.
-        features: Number of features of the outputs.
+        run: Kernel. It is called with the address of the inputs, the number of tokens and of input
+            features, and the addresses of the residual and of the outputs. It returns 0 if the
+            packed matrix has another shape.
+        matrices: Packed matrices that the kernel uses.
+        x: Inputs (..., features).
+        residual: Tensor that is added to the outputs, or None.
+        features: Number of output features.
         rows: Number of rows of the last matrix.
 
     Raises:
-        ValueError: if the packed matrix, the inputs and the residual do not fit together.
+        ValueError: If the packed matrix, the inputs and the residual do not fit together.
     """
     _require_tokens(x)
     x = x.contiguous()
@@ -107,11 +115,11 @@ def on_tokens(
     tokens = math.prod(x.shape[:-1])
     fits = rows == features
     if not fits or not run(x.data_ptr(), tokens, inner, pointer(residual), y.data_ptr()):
-        for packed in matrices:  # changed, and torch was not told
+        for packed in matrices:  # raises if it was overwritten without torch noticing
             check_packed(packed)
         raise ValueError(
-            f"the packed matrix does not map {inner} features to {features}, or there is no kernel "
-            "for it here"
+            f"the packed matrix does not map {inner} features to {features}, or this "
+            "machine has no kernel for it"
         )
     return y
 
@@ -119,14 +127,14 @@ def on_tokens(
 def _require_tokens(x: Tensor) -> None:
     require_floats(x)
     if x.dim() == 0:
-        raise ValueError("x is a single number: it takes at least one dimension")
+        raise ValueError("x must have at least one dimension, got a scalar")
 
 
 def as_large_as(y: Tensor, residual: Tensor) -> Tensor:
-    """Returns a residual in the shape of the outputs `y`.
+    """Returns a residual expanded to the shape of the outputs `y`.
 
     Raises:
-        ValueError: if it is not float32, or of another shape.
+        ValueError: If it is not float32, or cannot be expanded to that shape.
     """
     require_floats(residual)
     try:
@@ -134,20 +142,20 @@ def as_large_as(y: Tensor, residual: Tensor) -> Tensor:
     except RuntimeError:
         given, allowed = tuple(residual.shape), tuple(y.shape)
         raise ValueError(
-            f"residual is of shape {given}, which does not fit outputs of {allowed}"
+            f"residual is of shape {given}, which cannot be expanded to outputs of {allowed}"
         ) from None
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Returns where a tensor lies, or None where there is none."""
+    """Returns the address of a tensor, or None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def activation_number(name: str) -> int:
-    """Returns the number that the kernels know an activation by.
+    """Returns the number of an activation in the C interface.
 
     Raises:
-        ValueError: if they do not know it.
+        ValueError: If there is no kernel for it.
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
@@ -157,33 +165,33 @@ def activation_number(name: str) -> int:
 def require_rows(
     name: str, tensor: Tensor | None, rows: int, *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Makes sure that the kernels can read one value per row, where there is a tensor.
+    """Checks that a tensor, unless it is None, holds one value for each row of a packed matrix.
 
     Args:
-        name: Name of the tensor.
-        tensor: one dimension, contiguous.
+        name: Name of the tensor in the error message.
+        tensor: Tensor to check.
         rows: Number of rows of the packed matrix.
-        dtype: what the kernels take it for.
+        dtype: Required dtype.
 
     Raises:
-        ValueError: if it is another one.
+        ValueError: If the shape or the dtype is wrong, or the tensor is not contiguous.
     """
     if tensor is None:
         return
     together = tensor.is_contiguous()
     if tensor.dtype != dtype or tensor.shape != (rows,) or not together:
         given = f"{tuple(tensor.shape)} and {tensor.dtype}{'' if together else ', not contiguous'}"
-        raise ValueError(f"{name} is of shape {given}: it takes {rows} values of {dtype}")
+        raise ValueError(f"{name} is of shape {given}: it must hold {rows} values of {dtype}")
 
 
 def require_floats(x: Tensor) -> None:
-    """Makes sure that the kernels can read `x`.
+    """Checks that a tensor is float32.
 
     Raises:
-        ValueError: if it is not float32.
+        ValueError: If it is not.
     """
     if x.dtype != torch.float32:
-        raise ValueError(f"sparse kernels work on float32, not {x.dtype}")
+        raise ValueError(f"sparse kernels need float32, not {x.dtype}")
 
 
 # Linear layers
@@ -249,11 +257,11 @@ def unpack_linear(packed: Tensor, inputs: int, features: int) -> Tensor:
 
     Args:
         packed: Packed matrix of a Linear layer.
-        inputs: Number of its columns.
-        features: Number of its rows.
+        inputs: Number of columns.
+        features: Number of rows.
 
     Raises:
-        ValueError: if the packed matrix has another number of rows or columns.
+        ValueError: If the packed matrix has another number of rows or columns.
     """
     columns: Tensor = torch.ops.torchcram.sparse_linear(
         torch.eye(inputs, device=packed.device), packed, None, None, features, "none"
@@ -262,7 +270,7 @@ def unpack_linear(packed: Tensor, inputs: int, features: int) -> Tensor:
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
-    activation_number(activation)  # refuses one that there is no kernel for
+    activation_number(activation)  # raises for an unknown activation
     if activation.startswith("gelu"):
         return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
     if activation == "silu":
@@ -323,7 +331,7 @@ def _dense_feed_forward(
     features: int,
     middle: int | None = None,
 ) -> Tensor:
-    if middle is None:  # a trace, which has no data, is told
+    if middle is None:  # always given in a trace, in which `packed` has no data
         middle = rows_of(packed)
     h = _dense_linear(x, packed, bias, None, middle, activation)
     return _dense_linear(h, then, then_bias, residual, features, "none")
@@ -338,7 +346,8 @@ register(
 )
 
 
-# Linear layers in 8 bits
+# Linear layers in 8 bits. A layer is its packed matrix, the initial sum of each row, its scales and
+# its bias.
 
 Layer = ctypes.Array[ctypes.c_int64]
 """A layer as the kernels take it: `LayerInt8` in packed.h."""
@@ -426,7 +435,7 @@ def _sparse_feed_forward_int8(
 
 
 def _int8_shape(x: Tensor, *rest: int) -> Tensor:
-    features = rest[-2]  # before the activation
+    features = rest[-2]  # the activation is the last argument
     return x.new_empty((*x.shape[:-1], features))
 
 
@@ -443,11 +452,13 @@ register(
 )
 
 
-# Convolutions
+# Convolutions. The kernels read and write [image][channel][row][column] or, with `by_images`,
+# [row][column][channel][image]. Outputs have the memory layout of the inputs, and channels_last if
+# those of a dense convolution would have it.
 
 # Dimensions of (image, channel, row, column), from the outermost to the innermost in memory.
 _CONTIGUOUS, _CHANNELS_LAST, _INNERMOST = (0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)
-_BACK = (3, 2, 0, 1)  # undoes _INNERMOST
+_BACK = (3, 2, 0, 1)  # inverse of _INNERMOST
 
 operators.define(
     "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
@@ -473,7 +484,7 @@ def _sparse_conv2d(
     batch, channels, height, width = x.shape
     native = _INNERMOST if by_images else _CONTIGUOUS
     y = _empty(x, size, native)
-    residual = _laid_out(residual, y, by_images)
+    residual = _like_output(residual, y, by_images)
     if by_images:
         planes, padded = x.permute(_INNERMOST).contiguous(), (height, width)
     else:
@@ -492,8 +503,10 @@ def _sparse_conv2d(
         torch.get_num_threads(),
     )
     if not good:
-        check_packed(packed)  # changed, and torch was not told
-        raise ValueError(f"the packed matrix is no {shape} from {channels} channels to {features}")
+        check_packed(packed)  # raises if it was overwritten without torch noticing
+        raise ValueError(
+            f"the packed matrix does not hold {shape} from {channels} channels to {features}"
+        )
     layout = _output_layout(x, by_images=by_images, channels_last=channels_last)
     return y if layout == native else _empty(x, size, layout).copy_(y)
 
@@ -525,7 +538,7 @@ def _dense_conv2d(
     channels_last: bool = False,
 ) -> Tensor:
     shape = _geometry(geometry)
-    _output_size(x, shape, features)  # refuses what is no image
+    _output_size(x, shape, features)  # raises if `x` is no batch of images
     weight = unpack_conv2d(packed, x.shape[1], features, geometry, by_images=by_images)
     if channels_last:
         weight = weight.contiguous(memory_format=torch.channels_last)
@@ -543,16 +556,16 @@ def unpack_conv2d(
         packed: Packed matrix of the convolution.
         channels: Number of input channels.
         features: Number of output channels.
-        geometry: Kernel, stride, padding and dilation, (rows, columns) of each.
-        by_images: Whether it was packed for panels of images.
+        geometry: Kernel size, stride, padding and dilation, (rows, columns) of each.
+        by_images: Whether the matrix was packed for panels of images.
 
     Raises:
-        ValueError: if the packed matrix is one of another shape.
+        ValueError: If the packed matrix has another shape.
     """
     shape = _geometry(geometry)
     (rows, columns), (down, right) = shape.kernel, shape.dilation
     count = channels * rows * columns
-    # One image per weight of a kernel, as large as the kernel reaches, with a one at that weight.
+    # One image for each weight of a kernel: as large as the kernel, with a one at that weight.
     images = torch.zeros(
         (count, channels, down * (rows - 1) + 1, right * (columns - 1) + 1), device=packed.device
     )
@@ -566,14 +579,14 @@ def unpack_conv2d(
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Returns whether torch takes a tensor of four dimensions for one in the channels_last format.
+    """Returns whether torch treats a tensor of four dimensions as channels_last.
 
-    It goes by strides, as the convolutions of torch do: with one channel, or images of one pixel,
-    the same memory may be said to be in either format.
+    Like the convolutions of torch, it looks at the strides: with one channel or one pixel, the same
+    memory can be in either format.
     """
     sizes, strides = x.shape, x.stride()
     if sizes[1] > 1 and sizes[2] * sizes[3] > 1 and x.is_contiguous():
-        return False  # told faster than below
+        return False  # faster than the loop below
     least = 0
     for dimension in (1, 3, 2, 0):
         if sizes[dimension] == 0 or strides[dimension] == 0 or strides[dimension] < least:
@@ -585,7 +598,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def images_innermost(x: Tensor) -> Tensor:
-    """Returns images (images, channels, rows, columns) as the kernels by images lay them out."""
+    """Returns a batch of images with the images as the innermost dimension in memory."""
     return x.permute(_INNERMOST).contiguous().permute(_BACK)
 
 
@@ -607,7 +620,7 @@ def _geometry(numbers: Sequence[int]) -> Geometry:
 @functools.lru_cache(maxsize=1024)
 def _geometry_of(numbers: tuple[int, ...]) -> Geometry:
     if len(numbers) != 8:
-        raise ValueError(f"{numbers} is no geometry: it takes 4 pairs")
+        raise ValueError(f"geometry must have 8 numbers, got {numbers}")
     pairs = [(numbers[i], numbers[i + 1]) for i in range(0, 8, 2)]
     return Geometry(*pairs)
 
@@ -618,7 +631,7 @@ def _output_layout(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[
         return _CHANNELS_LAST
     if by_images and not x.is_contiguous() and x.permute(_INNERMOST).is_contiguous():
         return _INNERMOST
-    return _CHANNELS_LAST if channels_last and len(x) else _CONTIGUOUS  # as torch has it
+    return _CHANNELS_LAST if channels_last and len(x) else _CONTIGUOUS  # as in torch
 
 
 def _empty(x: Tensor, size: tuple[int, ...], layout: tuple[int, ...]) -> Tensor:
@@ -628,7 +641,7 @@ def _empty(x: Tensor, size: tuple[int, ...], layout: tuple[int, ...]) -> Tensor:
     return x.new_empty([size[dimension] for dimension in layout]).permute(back)
 
 
-def _laid_out(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
+def _like_output(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
     if residual is None:
         return None
     residual = as_large_as(y, residual)
@@ -636,7 +649,7 @@ def _laid_out(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | N
 
 
 def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
-    """Returns [image][channel][remainder of the column][row][column], and its rows and columns."""
+    """Returns padded images [image][channel][remainder][row][column] and their rows and columns."""
     (top, left), stride = shape.padding, shape.stride[1]
     height, width = x.shape[2:]
     size = height + 2 * top, -(-(width + 2 * left) // stride)
@@ -655,7 +668,7 @@ def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
 register("sparse_conv2d", _sparse_conv2d, shape=_sparse_conv2d_shape, dense=_dense_conv2d)
 
 
-# Attention
+# Attention of all tokens to all tokens
 
 operators.define(
     "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor"
@@ -663,7 +676,7 @@ operators.define(
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
-    _require_one_shape(query, key, value, heads)
+    _require_same_shape(query, key, value, heads)
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     batch, tokens, features = query.shape
     y = torch.empty_like(query)
@@ -684,7 +697,7 @@ def _attention_shape(
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
-    _require_one_shape(query, key, value, heads)
+    _require_same_shape(query, key, value, heads)
     size = heads, query.shape[2] // heads
     q, k, v = (each.unflatten(2, size).transpose(1, 2) for each in (query, key, value))
     weights = functional.softmax(q @ k.transpose(2, 3) * scale, dim=3)
@@ -692,14 +705,14 @@ def _dense_attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scal
     return y.transpose(1, 2).flatten(2)
 
 
-def _require_one_shape(query: Tensor, key: Tensor, value: Tensor, heads: int) -> None:
+def _require_same_shape(query: Tensor, key: Tensor, value: Tensor, heads: int) -> None:
     for each in (query, key, value):
         require_floats(each)
     shapes = [tuple(each.shape) for each in (query, key, value)]
     if shapes != shapes[:1] * 3 or query.dim() != 3 or heads < 1 or query.shape[2] % heads:
         raise ValueError(
-            f"query, key and value are of shapes {shapes} for {heads} heads, not all of one shape "
-            "(sequences, tokens, features) with as many features for each head"
+            "query, key and value must have the same shape (sequences, tokens, features), with "
+            f"features divisible by the heads, got shapes {shapes} for {heads} heads"
         )
 
 

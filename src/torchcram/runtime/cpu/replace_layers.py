@@ -1,4 +1,4 @@
-"""Sparse layers in place of dense ones where the kernels pay: measured on the shapes in use."""
+"""Replacing dense layers by sparse ones where that is faster with the shapes in use."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a model is called with: a tensor, arguments, or keyword arguments."""
+"""Inputs of a model: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
 
 Races = dict[str, dict[str, float]]
-"""The milliseconds of each way to run a layer, by its description."""
+"""Milliseconds of each way to run a layer, by the description of the layer and its input."""
 
 
 class Rule(NamedTuple):
-    """What a layer must have to become sparse where nothing is measured.
+    """Requirements on a layer to become sparse without timing it.
 
     Attributes:
-        sparsity: Least fraction of zeros in its weight.
-        weights: Least number of its weights, zeros included.
+        sparsity: Minimum fraction of zeros in the weight.
+        weights: Minimum number of weights, including zeros.
     """
 
     sparsity: float
     weights: int
 
 
-# Of these even the least favourable input, one token or one small image, is about as fast as dense.
+# Such layers are about as fast as dense ones even with a single token or a single small image.
 RULES = {"Linear": Rule(0.9, 2**19), "Conv2d": Rule(0.8, 2**15)}
-_LEAST = 0.3  # sparsity below which nothing is measured: there is nothing to gain
-_MARGIN = 1.05  # a layer alone may win by less and lose among others
-_ROUNDS, _SECONDS = 15, 0.2  # of measuring one layer, at most
-_MANY_IMAGES = 9  # from here on their panels may pay
+_LEAST = 0.3  # sparsity below which a layer cannot become faster and is not timed
+_MARGIN = 1.05  # speedup that a layer must reach by itself, to be faster in the model, too
+_ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer
+_MANY_IMAGES = 9  # batch size from which panels of images are tried
 
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer receives, which is what it is timed with.
+    """Shape and memory layout of the input of a layer, for timing the layer.
 
     Attributes:
-        shape: Sizes of its dimensions.
-        stride: Distances of neighbours in memory, by dimension; None for a contiguous tensor.
+        shape: Shape of the input.
+        stride: Strides of the input; None for a contiguous tensor.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class LayerInput:
         return cls(tuple(x.shape), None if x.is_contiguous() else x.stride())
 
     def sample(self) -> Tensor:
-        """Returns random numbers that lie in memory as the input did."""
+        """Returns random numbers in the shape and memory layout of the input."""
         if self.stride is None:
             return torch.randn(self.shape)
         pairs = zip(self.shape, self.stride, strict=True)
@@ -83,16 +83,16 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was done with one layer.
+    """What `prepare` did with a layer.
 
     Attributes:
         name: Name of the layer in the model.
-        kind: the name of its class.
+        kind: Name of the class of the layer.
         sparsity: Fraction of zeros in its weight.
-        sparse: whether it runs on the sparse kernels now.
-        reason: why, or why not.
-        dense_ms: how long it takes dense, where that was measured.
-        sparse_ms: how long it takes on the sparse kernels.
+        sparse: Whether it runs on the sparse kernels now.
+        reason: Reason for the choice, in words.
+        dense_ms: Milliseconds of the dense layer; None if it was not timed.
+        sparse_ms: Milliseconds on the sparse kernels; None if it was not timed.
     """
 
     name: str
@@ -109,16 +109,16 @@ class Choice:
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers of `model` that might get sparse weights, by name; a shared one once."""
+    """Returns the layers of `model` that may become sparse, by name; a shared layer once."""
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Conv2d)  # subclasses may do more
+        if type(module) in (nn.Linear, nn.Conv2d)  # subclasses may compute something else
     }
 
 
 def unsupported_reason(layer: nn.Module) -> str | None:
-    """Returns why the kernels cannot run a layer, or None where they can."""
+    """Returns why the kernels cannot run a layer, or None if they can."""
     weight = layer.weight
     if not isinstance(weight, Tensor) or weight.dtype != torch.float32:
         return f"its weight is {getattr(weight, 'dtype', 'no tensor')}, not float32"
@@ -142,7 +142,13 @@ def sparsity_of(layer: nn.Module) -> float:
 
 
 def sparse_version(layer: nn.Module, *, by_images: bool = False, int8: bool = False) -> nn.Module:
-    """Returns the same layer on the sparse kernels."""
+    """Returns the same layer on the sparse kernels.
+
+    Args:
+        layer: Linear or Conv2d layer.
+        by_images: Whether a convolution uses panels of images.
+        int8: Whether a Linear layer computes in 8 bits.
+    """
     if isinstance(layer, nn.Linear):
         return (SparseLinearInt8 if int8 else SparseLinear)(layer.weight, layer.bias)
     assert isinstance(layer, nn.Conv2d)  # noqa: S101
@@ -159,7 +165,7 @@ def geometry_of(layer: nn.Conv2d) -> Geometry:
 def by_rule(
     name: str, layer: nn.Module, *, may_be_channels_last: bool, int8: bool = False
 ) -> tuple[Choice, nn.Module | None]:
-    """Decides without measuring; returns the new layer where there is one.
+    """Decides without timing; returns the choice, and the sparse layer or None.
 
     Args:
         name: Name of the layer.
@@ -172,7 +178,7 @@ def by_rule(
     rule, weight = RULES[kind], layer.weight
     assert isinstance(weight, Tensor)  # noqa: S101
     problem = None
-    if round(sparsity, 3) < rule.sparsity:  # 90 % of many weights is seldom a whole number of them
+    if round(sparsity, 3) < rule.sparsity:  # the exact share is seldom a whole number of weights
         problem = f"fewer than {rule.sparsity:.0%} zeros"
     elif weight.numel() < rule.weights:
         problem = f"fewer than {rule.weights} weights"
@@ -186,10 +192,10 @@ def by_rule(
 
 
 def may_be_channels_last(model: nn.Module) -> bool:
-    """Returns whether convolutions of a model may be faster in the channels_last format.
+    """Returns whether convolutions of a model may receive inputs in the channels_last format.
 
-    The sparse kernels transpose such inputs and outputs, which may cost more than they save.
-    Weights tell the format, and models with grouped convolutions often permute dimensions
+    The sparse kernels transpose such inputs and outputs, which may cost more than they save. The
+    format shows in the weights; models with grouped convolutions often permute dimensions
     themselves.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
@@ -207,16 +213,16 @@ def by_measure(
     int8: bool = False,
     innermost: bool = False,
 ) -> tuple[Choice, nn.Module | None]:
-    """Times a layer on an input like the one it receives, and returns the sparse one if faster.
+    """Times a layer with an input like its own; returns the choice, and the sparse layer if faster.
 
     Args:
         name: Name of the layer.
         layer: Dense layer.
         received: Shape and strides of its input.
-        races: Times measured before; layers alike are measured once.
+        races: Times measured so far; identical layers are timed once.
         int8: Whether 8 bits are allowed.
-        innermost: Whether neighbouring layers for panels of images hand each other images
-            innermost, so that none of them transposes.
+        innermost: Whether images stay the innermost dimension between neighbouring layers for
+            panels of images, so that none of them transposes.
     """
     kind, sparsity = type(layer).__name__, sparsity_of(layer)
     if sparsity < _LEAST and not int8:
@@ -228,7 +234,7 @@ def by_measure(
     dense_ms = times.pop("dense")
     best = min(times, key=times.__getitem__)
     if times.get("int8", float("inf")) < 1.1 * times[best]:
-        best = "int8"  # neighbours that compute alike can be fused
+        best = "int8"  # two neighbouring layers in 8 bits can be fused
     pays = _MARGIN * times[best] < dense_ms
     reason = (
         f"the sparse kernel alone is {dense_ms / times[best]:.2f} times as fast as dense on "
@@ -250,7 +256,7 @@ def _measure(
     }
     if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
         images = images_innermost(x) if innermost else x
-        with suppress(ValueError):  # a kernel that is too large for panels of images
+        with suppress(ValueError):  # the kernel is too large for panels of images
             work["by_images"] = functools.partial(sparse_version(layer, by_images=True), images)
     if isinstance(layer, nn.Linear) and int8:
         work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
@@ -259,11 +265,11 @@ def _measure(
 
 
 class ModelTimes(NamedTuple):
-    """Milliseconds that a model takes as a whole.
+    """Milliseconds of a whole model.
 
     Attributes:
-        dense: With dense layers.
-        sparse: With those sparse layers that are faster than dense ones.
+        dense: Milliseconds with dense layers.
+        sparse: Milliseconds with sparse layers where these are faster.
     """
 
     dense: float
@@ -276,14 +282,14 @@ def time_models(dense: Callable[[], object], sparse: Callable[[], object]) -> Mo
 
 
 def _race(work: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Returns the least time of each in milliseconds; they take turns."""
+    """Returns the least time of each call in milliseconds; the calls take turns."""
     best = dict.fromkeys(work, float("inf"))
     end = None
     for turn in range(_ROUNDS + 1):
         for key, call in work.items():
             start = time.perf_counter()
             call()
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 best[key] = min(best[key], 1000 * (time.perf_counter() - start))
         end = end or time.perf_counter() + _SECONDS
         if turn > 2 and time.perf_counter() > end:
@@ -298,14 +304,15 @@ def replace_layers_(
     int8: bool = False,
     innermost: bool = False,
 ) -> list[Choice]:
-    """Gives layers sparse kernels where it pays, in place; returns what was done.
+    """Replaces layers by sparse ones where that is faster, in place; returns the choices.
 
     Args:
         model: Dense model.
-        inputs: Inputs of the layers that are reached, to time the layers with; None goes by a rule.
+        inputs: Inputs of the layers that the example reaches, by name, for timing; None to decide
+            by `RULES`.
         int8: Whether 8 bits are allowed.
-        innermost: Whether neighbouring layers for panels of images hand each other images
-            innermost, as `torchcram.runtime.cpu.fuse.lay_images_innermost_` makes them do.
+        innermost: Whether images stay the innermost dimension between neighbouring layers for
+            panels of images; see `torchcram.runtime.cpu.fuse.lay_images_innermost_`.
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
@@ -316,7 +323,7 @@ def replace_layers_(
         if problem is None and inputs is not None and name not in inputs:
             problem = "the example does not reach it"
         if problem is not None:
-            choices.append(left(name, layer, problem))
+            choices.append(dense_choice(name, layer, problem))
             continue
         new: nn.Module | None
         if inputs is None:
@@ -332,7 +339,9 @@ def replace_layers_(
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(child, PackedLayer) for child in module.modules()
         ):
-            module.activation_relu_or_gelu = 0  # its shortcut would unpack the weights
+            module.activation_relu_or_gelu = (
+                0  # disables its fast path, which would unpack the weights
+            )
     return choices
 
 
@@ -344,7 +353,7 @@ def _replace_everywhere_(model: nn.Module, old: nn.Module, new: nn.Module) -> No
 
 
 def layer_inputs(model: nn.Module, example: Inputs) -> dict[str, LayerInput]:
-    """Runs the example and returns what the layers of a model receive, by name."""
+    """Runs the example and returns the inputs of the layers of a model, by name."""
     inputs: dict[str, LayerInput] = {}
     handles = []
     for name, layer in candidates(model).items():
@@ -369,6 +378,6 @@ def call(model: nn.Module, example: Inputs) -> object:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-def left(name: str, layer: nn.Module, reason: str) -> Choice:
-    """Returns what is said about a layer that stays dense."""
+def dense_choice(name: str, layer: nn.Module, reason: str) -> Choice:
+    """Returns the choice for a layer that stays dense."""
     return Choice(name, type(layer).__name__, sparsity_of(layer), False, reason)

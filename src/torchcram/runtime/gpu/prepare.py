@@ -1,4 +1,4 @@
-"""Compressed models on NVIDIA GPUs: torch's kernels, layer by layer, where they are faster."""
+"""`prepare_gpu`: a copy of a model whose Linear layers run on the fastest kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerChoice", "Prepared", "prepare_gpu"]
 
-LEAST = 1.05  # how much faster a layer has to be to be replaced
-TOLERANCE = 0.02  # of the largest output, between two ways to compute in 16 bits
-CACHE = 128 * 2**20  # bytes, more than a GPU keeps of the weights of the last run
-MOST = 64  # copies of a layer
-BUDGET = 30.0  # milliseconds that one measurement may take
+LEAST = 1.05  # speedup that a layer must reach to be replaced
+TOLERANCE = 0.02  # error of outputs in 16 bits, as a fraction of the largest
+CACHE = 128 * 2**20  # bytes; more than the caches of a GPU hold
+MOST = 64  # maximum number of copies of a layer
+BUDGET = 30.0  # milliseconds of a measurement
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """How a layer runs, and why.
+    """The kernel of a layer, and the reason for it.
 
     Attributes:
-        name: of the layer.
-        kernel: "dense", "2:4", "int8" or "int4".
-        speedup: of the fastest that could be measured, over dense on the real shape.
-        reason: in words.
+        name: Name of the layer.
+        kernel: Kernel of the layer: "dense", "2:4", "int8" or "int4".
+        speedup: Speedup of the fastest kernel over dense on the real shape; None if none was timed.
+        reason: Reason for the choice, in words.
     """
 
     name: str
@@ -60,7 +60,12 @@ class LayerChoice:
 
 
 class Prepared(NamedTuple):
-    """A model ready to run, and what was done to its layers."""
+    """A prepared model.
+
+    Attributes:
+        model: Model on the GPU, in eval mode.
+        layers: Kernel of every compressed layer, and the reason for it.
+    """
 
     model: nn.Module
     layers: tuple[LayerChoice, ...]
@@ -74,27 +79,27 @@ def prepare_gpu(
     weights: Weights | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Prepared:
-    """Returns a copy of `model` for the GPU, with layers replaced where that is measured faster.
+    """Returns a copy of `model` on the GPU, with layers replaced where that is measured faster.
 
-    2:4 weights become semi-structured tensors; weights of up to 8 bits go through a kernel of our
-    own, of up to 4 bits through torch._weight_int4pack_mm. The copy is in eval mode, computes in
-    `dtype`, and cannot be trained.
+    2:4 weights become semi-structured tensors. Weights of up to 8 bits run on a Triton kernel, and
+    of up to 4 bits on torch._weight_int4pack_mm. The copy is in eval mode, computes in `dtype`, and
+    cannot be trained.
 
     Args:
-        model: compressed already; in float32 where it is quantized.
-        example: inputs of the size that will be run, by position. What is fast depends on it.
-        operator: what the model was compressed with, or its text; needed where it quantizes.
-        weights: what was compressed; by default all `compressible_weights(model)`.
-        dtype: bfloat16 or float16.
+        model: Compressed model, which stays unchanged; in float32 if it is quantized.
+        example: Positional inputs of the size that will be run, which decides what is fast.
+        operator: Operator that the model was compressed with, or its text; needed if it quantizes.
+        weights: Weights that were compressed; by default all `compressible_weights(model)`.
+        dtype: Dtype to compute in: bfloat16 or float16.
 
     Raises:
-        ValueError: if there is no CUDA device, a weight is not what `operator` makes, or `dtype` is
-            another one.
+        ValueError: If there is no CUDA device, a weight is not what `operator` makes, or `dtype` is
+            not allowed.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype}: allowed are {', '.join(map(str, DTYPES))}")
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     if not torch.cuda.is_available():
-        raise ValueError("prepare_gpu needs a CUDA device, and there is none")
+        raise ValueError("prepare_gpu needs a CUDA device, but none is available")
     chosen = layer_weights(model) if weights is None else weights_in(model, weights)
     integers = _integers(model, chosen, operator)
     owners = layers_of(model, chosen)
@@ -114,13 +119,13 @@ def prepare_gpu(
     for name in chosen:
         if name in owners.values():
             continue
-        layer = model.get_submodule(name.rpartition(".")[0])  # attention, say, or an LSTM
+        layer = model.get_submodule(name.rpartition(".")[0])  # such as attention or an LSTM
         choices.append(LayerChoice(name, "dense", None, str(why_left(name, layer, counts))))
     return Prepared(twin, tuple(choices))
 
 
 def layers_of(model: nn.Module, weights: Weights) -> dict[str, str]:
-    """Returns which layers use which weights: a tied one has several."""
+    """Returns the weight name of each layer by the path of the layer; weights may be tied."""
     names = {id(weight): name for name, weight in weights.items()}
     return {
         path: names[id(module._parameters["weight"])]
@@ -131,7 +136,7 @@ def layers_of(model: nn.Module, weights: Weights) -> dict[str, str]:
 
 @torch.no_grad()
 def count_rows(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
-    """Returns how many rows the input of every Linear layer has, the most where it runs often."""
+    """Returns the number of input rows of every Linear layer; the maximum if it runs repeatedly."""
     counts: dict[str, int] = {}
 
     def count(path: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -152,9 +157,9 @@ def count_rows(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def why_left(path: str, layer: nn.Module, counts: dict[str, int]) -> str | None:
-    """Returns why a layer is not looked at any further; None where it is."""
+    """Returns why a layer is left dense without timing it, or None."""
     if not isinstance(layer, nn.Linear):
-        return f"a {type(layer).__name__}: torch has kernels for Linear alone"
+        return f"a {type(layer).__name__}: there are kernels for Linear only"
     if type(layer).forward is not nn.Linear.forward:
         return f"{type(layer).__name__} has a forward of its own"
     if not counts.get(path):
@@ -181,7 +186,7 @@ def _integers(
 
 
 def _replaced(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
-    if not path:  # the model is the layer
+    if not path:  # the model is the layer itself
         return layer
     model.set_submodule(path, layer)
     return model
@@ -195,14 +200,19 @@ def _to_gpu(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Kernel(NamedTuple):
-    """A way to run a layer: why it cannot be taken, None where it can, and how to make it."""
+    """A way to run a layer.
+
+    Attributes:
+        why_not: Reason why it does not fit the layer; None if it does.
+        make: Function that makes the layer.
+    """
 
     why_not: str | None
     make: Callable[[], nn.Module]
 
 
 class Chooser:
-    """Chooses for one layer after another; layers of the same shape are measured once."""
+    """Chooses the kernels of layers; layers of the same shape are timed once."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[object, ...], float | None] = {}
@@ -211,13 +221,13 @@ class Chooser:
     def choose(
         self, name: str, layer: nn.Linear, rows: int, *, integers: Integers | None
     ) -> tuple[LayerChoice, nn.Module | None]:
-        """Returns what a layer is to run by, and the layer in its place; None where it stays.
+        """Returns the choice for a layer, and the layer to replace it with or None.
 
         Args:
-            name: of the layer.
-            layer: on the GPU.
-            rows: how many rows its input has.
-            integers: of its weight, where that is quantized; on the GPU.
+            name: Name of the layer.
+            layer: Dense layer on the GPU.
+            rows: Number of rows of its input.
+            integers: Integers and scales of its weight on the GPU; None if it is not quantized.
         """
         kernels = kernels_for(layer, integers)
         usable = {kind: kernel for kind, kernel in kernels.items() if kernel.why_not is None}
@@ -234,7 +244,7 @@ class Chooser:
             if time is not None and dense is not None
         }
         if not speedups:
-            reason = f"{', '.join(usable)}: cannot be run here, or gives something else"
+            reason = f"{', '.join(usable)}: fails on this GPU, or computes other outputs"
             return LayerChoice(name, "dense", None, reason), None
         best = max(speedups, key=speedups.__getitem__)
         measured = ", ".join(f"{kind} {value:.2f} x dense" for kind, value in speedups.items())
@@ -242,8 +252,8 @@ class Chooser:
         if speedups[best] < LEAST:
             return LayerChoice(name, "dense", speedups[best], reason), None
         made = usable[best].make()
-        if not gives_the_same(made, layer, rows):  # another layer of this shape was measured
-            reason = f"{best} gives something else with these weights"
+        if not same_outputs(made, layer, rows):  # another layer of this shape was timed
+            reason = f"{best} computes other outputs with these weights"
             return LayerChoice(name, "dense", speedups[best], reason), None
         return LayerChoice(name, best, speedups[best], reason), made
 
@@ -257,7 +267,7 @@ class Chooser:
 
 
 def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel]:
-    """Returns all kernels, with the reasons of those that do not fit a layer."""
+    """Returns all kernels by name, with a reason for each that does not fit the layer."""
     weight, bias, dtype = layer.weight.detach(), layer.bias, layer.weight.dtype
     sparse = Kernel(why_not_sparse(weight, dtype), partial(sparse_linear, weight, bias))
     if integers is None:
@@ -268,17 +278,17 @@ def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel
 
 
 def _milliseconds(make: Callable[[], nn.Module], layer: nn.Linear, rows: int) -> float | None:
-    """Times a layer; None where it cannot be run on this GPU or gives something else."""
+    """Times a layer; returns None if it fails on this GPU or computes other outputs."""
     weight = layer.weight
     try:
         first = make()
-        if not gives_the_same(first, layer, rows):
+        if not same_outputs(first, layer, rows):
             return None
         count = count_copies(weight.numel() * weight.element_size())
         copies = [first, *(make() for _ in range(count - 1))]
         x = _random_rows(layer, rows)
         return gpu_milliseconds([partial(each, x) for each in copies])
-    except Exception:  # noqa: BLE001  no kernel in this torch or for this GPU, or it fails to compile
+    except Exception:  # noqa: BLE001  no kernel in this torch or for this GPU, or it does not compile
         return None
 
 
@@ -287,14 +297,14 @@ def _random_rows(layer: nn.Linear, rows: int) -> Tensor:
     return torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
 
 
-def gives_the_same(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
-    """Whether a layer gives what the dense one does, but for rounding, on random rows."""
+def same_outputs(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
+    """Returns whether a layer agrees with the dense one on random rows, up to rounding."""
     x = _random_rows(layer, rows)
     return agree(made(x), layer(x))
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two results in 16 bits are the same but for rounding."""
+    """Returns whether two outputs in 16 bits agree up to rounding."""
     return tensor_error(expected, actual).relative <= TOLERANCE
 
 
@@ -302,22 +312,22 @@ def agree(actual: Tensor, expected: Tensor) -> bool:
 
 
 def count_copies(weight_bytes: int) -> int:
-    """Returns how many copies of a layer to run in turn, for its weights to come from memory.
+    """Returns the number of copies of a layer to run in turn, so that weights come from memory.
 
-    In a model they do, too: by the time a layer runs again, the others have taken its place.
+    They do in a model, too: until a layer runs again, the other layers have filled the caches.
     """
     return max(1, min(MOST, -(-CACHE // max(weight_bytes, 1))))
 
 
 @torch.no_grad()
 def gpu_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Returns the time of one call: the median of several replays of all, as a CUDA graph.
+    """Returns the GPU time of a call: the median over replays of all calls as a CUDA graph.
 
     Args:
-        calls: to run one after another. Where all of them take longer than the budget, they are
-            run once, without a graph.
+        calls: Functions to run one after another. If a single call exceeds the budget, only that
+            call is timed, without a graph.
     """
-    calls[0]()  # compiles and chooses
+    calls[0]()  # compiles and tunes
     torch.cuda.synchronize()
     first = _elapsed(calls[0])
     if first > BUDGET:
