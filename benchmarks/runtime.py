@@ -32,13 +32,25 @@ Work = Callable[[], Tensor]
 
 
 class Encoder(nn.Module):
-    """BERT-base as Transformers has it; returns the last hidden states."""
+    """An encoder of the architecture of BERT from Transformers; returns the last hidden states.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Number of layers; the defaults are those of BERT-base.
+        width: Number of features of a token.
+        heads: Number of attention heads.
+    """
+
+    def __init__(self, *, layers: int = 12, width: int = 768, heads: int = 12) -> None:
         super().__init__()
         from transformers import BertConfig, BertModel
 
-        self.bert = BertModel(BertConfig(), add_pooling_layer=False)
+        config = BertConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+        )
+        self.bert = BertModel(config, add_pooling_layer=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps token numbers to vectors."""

@@ -164,3 +164,14 @@ def test_bert_uses_it_unless_there_is_a_mask():
         part = fast(tokens, attention_mask=mask).last_hidden_state
         assert len(calls) == 2
         assert relative_error(part, model(tokens, attention_mask=mask).last_hidden_state) < 1e-5
+
+
+def test_the_attention_of_torch_gives_the_same_outputs():
+    original = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "qkv"})
+    original.query, original.key, original.value = original["q"], original["k"], original["v"]
+    x = torch.randn(3, 11, 32)
+    with torch.no_grad():
+        (ours, _), (theirs, _) = (
+            SelfAttention(original, 2, 0.25, own_kernel=own)(x) for own in (True, False)
+        )
+    assert relative_error(ours, theirs.double()) < 1e-6

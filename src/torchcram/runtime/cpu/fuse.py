@@ -281,11 +281,15 @@ class SelfAttention(nn.Module):
         original: Module with the layers of Q, K and V; it runs if there is a mask or a cache.
         heads: Number of heads.
         scale: Factor of the scores Q K^T.
+        own_kernel: Whether to run the kernel of torchcram instead of the one of torch.
     """
 
-    def __init__(self, original: nn.Module, heads: int, scale: float) -> None:
+    def __init__(
+        self, original: nn.Module, heads: int, scale: float, *, own_kernel: bool = True
+    ) -> None:
         super().__init__()
         self.original, self.heads, self.scale = original, heads, scale
+        self.own_kernel = own_kernel
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
         """Returns the outputs of all heads, and None for the attention weights."""
@@ -294,7 +298,11 @@ class SelfAttention(nn.Module):
             whole: tuple[Tensor | None, ...] = self.original(x, *args, **kwargs)
             return whole
         parts = [getattr(self.original, name)(x) for name in ("query", "key", "value")]
-        return torch.ops.torchcram.attention(*parts, self.heads, self.scale), None
+        if self.own_kernel:
+            return torch.ops.torchcram.attention(*parts, self.heads, self.scale), None
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return y.transpose(1, 2).flatten(2), None
 
 
 def fuse_encoder_(model: nn.Module) -> bool:
