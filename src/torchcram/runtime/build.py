@@ -60,7 +60,9 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
     x86 = platform.machine() in ("x86_64", "AMD64")
     levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
     without = []
-    if x86 and not _takes(command, levels["avx512"]):  # an old compiler, which still supports AVX2
+    if x86 and not _accepts(
+        command, levels["avx512"]
+    ):  # an old compiler, which still supports AVX2
         del levels["avx512"]
         without = ["-DTORCHCRAM_NO_AVX512"]
     names = (*_UNITS, "faults") if faults else _UNITS
@@ -93,7 +95,7 @@ def _linking(*, sanitize: bool, faults: bool) -> list[str]:
     return words
 
 
-def _takes(command: list[str], flags: list[str]) -> bool:
+def _accepts(command: list[str], flags: list[str]) -> bool:
     """Returns whether a compiler accepts flags."""
     probe = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0  # noqa: S603

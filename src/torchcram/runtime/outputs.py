@@ -16,7 +16,7 @@ class TensorError(NamedTuple):
     Attributes:
         error: Largest absolute difference. Infinity where the shapes differ, where a value that is
             infinite or NaN differs, or where integers or booleans differ.
-        largest: Largest finite magnitude of the expected tensor; 0 where there is none.
+        largest: Largest finite magnitude of the expected tensor; 0 if there is none.
     """
 
     error: float

@@ -17,7 +17,7 @@ from torchcram.runtime.cpu.packing import (
     QUAD_ROWS,
     Geometry,
     check_packed,
-    described,
+    convolution_struct,
     pack_images,
     pack_linear,
 )
@@ -176,7 +176,7 @@ def test_the_compiled_packer_refuses_nothing_itself():
     one = torch.ones(1)
     for rows, inner, block in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (-1, 1, 1), (1, -1, 1)):
         assert call(one.data_ptr(), rows, inner, PAIRS, block, None, 0) == -1
-    shape = described(Geometry((1, 1)), 1, 1, (1, 1), (1, 1))
+    shape = convolution_struct(Geometry((1, 1)), 1, 1, (1, 1), (1, 1))
     call = kernels().torchcram_pack_images
     assert call(one.data_ptr(), 1, PAIRS, shape, None, 0) > 0
     for place in (1, 4, 5, 7, 11):  # channels, kernel, stride, dilation

@@ -10,9 +10,9 @@ from torchcram.runtime.gpu.prepare import (
     agree,
     count_copies,
     count_rows,
-    layers_of,
     prepare_gpu,
-    why_left,
+    weight_names_by_layer,
+    why_dense,
 )
 from torchcram.runtime.integers import find_integers
 
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_never_measured(measured):
 def test_all_uses_of_a_weight_are_found():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 8, 1))
     model[1].weight = model[0].weight
-    found = layers_of(model, compressible_weights(model))
+    found = weight_names_by_layer(model, compressible_weights(model))
     assert found == {"0": "0.weight", "1": "0.weight", "2": "2.weight"}
 
 
@@ -129,11 +129,11 @@ def test_layers_that_are_not_looked_at_are_told_why():
     model = ConvNet().eval()
     counts = count_rows(model, (torch.randn(3, 4, 6, 6),))
     assert counts == {"fc": 3}
-    assert why_left("fc", model.fc, counts) is None
-    assert "Conv2d" in why_left("conv1", model.conv1, counts)
-    assert why_left("unused", model.unused, counts) == "never called on the example"
+    assert why_dense("fc", model.fc, counts) is None
+    assert "Conv2d" in why_dense("conv1", model.conv1, counts)
+    assert why_dense("unused", model.unused, counts) == "never called on the example"
     own = nn.modules.linear.NonDynamicallyQuantizableLinear(4, 4)
-    assert why_left("own", own, {"own": 1}) is None
+    assert why_dense("own", own, {"own": 1}) is None
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

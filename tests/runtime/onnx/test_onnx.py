@@ -212,7 +212,7 @@ def test_a_file_that_gives_something_else_never_takes_the_place(tmp_path, monkey
         bias = model.graph.initializers["2.bias"]
         bias.const_value = type(bias.const_value)(bias.const_value.raw + 1, name="2.bias")
 
-    monkeypatch.setattr(module, "put_integers", spoil)
+    monkeypatch.setattr(module, "store_integers", spoil)
     with pytest.raises(ValueError, match=r"output '.*' differs on inputs of \(3, 8\): by 1 "):
         export_onnx(mlp(), path, (torch.randn(3, 8),))
     assert [one.name for one in tmp_path.iterdir()] == ["a.onnx"]

@@ -1,4 +1,4 @@
-"""Chunks of a list of tensors: where they lie, and how programs read them."""
+"""Chunks of a list of tensors: the table of their addresses, and how programs read them."""
 
 from __future__ import annotations
 

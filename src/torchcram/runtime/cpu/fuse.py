@@ -87,7 +87,7 @@ def _fold_batchnorm_(model: fx.GraphModule) -> None:
     _refresh_(model)
 
 
-def fuse_tails_(model: fx.GraphModule) -> None:
+def fuse_epilogues_(model: fx.GraphModule) -> None:
     """Moves residual additions and activations into the sparse layers before them.
 
     Args:

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu.packing import Geometry, check_packed, described, rows_of
+from torchcram.runtime.cpu.packing import Geometry, check_packed, convolution_struct, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def _differentiated(arguments: tuple[object, ...]) -> bool:
     )
 
 
-def on_tokens(
+def run_on_tokens(
     run: Callable[[int, int, int, int | None, int], int],
     matrices: tuple[Tensor, ...],
     x: Tensor,
@@ -111,7 +111,7 @@ def on_tokens(
     x = x.contiguous()
     inner = x.shape[-1]
     y = x.new_empty((*x.shape[:-1], features))
-    residual = None if residual is None else as_large_as(y, residual).contiguous()
+    residual = None if residual is None else expand_residual(y, residual).contiguous()
     tokens = math.prod(x.shape[:-1])
     fits = rows == features
     if not fits or not run(x.data_ptr(), tokens, inner, pointer(residual), y.data_ptr()):
@@ -130,7 +130,7 @@ def _require_tokens(x: Tensor) -> None:
         raise ValueError("x must have at least one dimension, got a scalar")
 
 
-def as_large_as(y: Tensor, residual: Tensor) -> Tensor:
+def expand_residual(y: Tensor, residual: Tensor) -> Tensor:
     """Returns a residual expanded to the shape of the outputs `y`.
 
     Raises:
@@ -224,7 +224,7 @@ def _sparse_linear(
             *(number, y, torch.get_num_threads()),
         )
 
-    return on_tokens(run, (packed,), x, residual, features=features, rows=rows)
+    return run_on_tokens(run, (packed,), x, residual, features=features, rows=rows)
 
 
 def _sparse_linear_shape(
@@ -249,7 +249,7 @@ def _dense_linear(
     _require_tokens(x)
     weight = unpack_linear(packed, x.shape[-1], features)
     y = _activate(functional.linear(x, weight, bias), activation)
-    return y if residual is None else y + as_large_as(y, residual)
+    return y if residual is None else y + expand_residual(y, residual)
 
 
 def unpack_linear(packed: Tensor, inputs: int, features: int) -> Tensor:
@@ -303,7 +303,7 @@ def _sparse_feed_forward(
             *(more, y, torch.get_num_threads()),
         )
 
-    return on_tokens(run, (packed, then), x, residual, features=features, rows=rows)
+    return run_on_tokens(run, (packed, then), x, residual, features=features, rows=rows)
 
 
 def _sparse_feed_forward_shape(
@@ -393,7 +393,7 @@ def _run_int8(
         )
 
     rows = rows_of(matrices[-1])
-    return on_tokens(run, matrices, x, residual, features=features, rows=rows)
+    return run_on_tokens(run, matrices, x, residual, features=features, rows=rows)
 
 
 def _sparse_linear_int8(
@@ -491,7 +491,7 @@ def _sparse_conv2d(
         planes, padded = _padded(x, shape)
     good = rows == features and kernels().torchcram_convolution(
         planes.data_ptr(),
-        described(shape, batch, channels, (height, width), padded),
+        convolution_struct(shape, batch, channels, (height, width), padded),
         features,
         packed.data_ptr(),
         packed.numel(),
@@ -543,7 +543,7 @@ def _dense_conv2d(
     if channels_last:
         weight = weight.contiguous(memory_format=torch.channels_last)
     y = functional.conv2d(x, weight, bias, shape.stride, shape.padding, shape.dilation)
-    y = y if residual is None else y + as_large_as(y, residual)
+    y = y if residual is None else y + expand_residual(y, residual)
     return functional.relu(y) if relu else y
 
 
@@ -644,7 +644,7 @@ def _empty(x: Tensor, size: tuple[int, ...], layout: tuple[int, ...]) -> Tensor:
 def _like_output(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
     if residual is None:
         return None
-    residual = as_large_as(y, residual)
+    residual = expand_residual(y, residual)
     return residual.permute(_INNERMOST).contiguous() if by_images else residual.contiguous()
 
 

@@ -16,7 +16,7 @@ from torchcram.kernels.cpu.library import kernels, level
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAIRS, QUAD_ROWS = 2, 3  # layouts of a packed matrix, described in packed.h
+PAIRS, QUAD_ROWS = 2, 3  # layouts of a packed matrix, convolution_struct in packed.h
 _FORMER_MAGIC = b"CRAM1\0\0\0"
 _ALIGNMENT = 8  # bytes
 _ROWS_AT = 16  # byte of the header that holds the number of rows
@@ -63,7 +63,7 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=1024)
-def described(
+def convolution_struct(
     geometry: Geometry, batch: int, channels: int, size: tuple[int, int], padded: tuple[int, int]
 ) -> ctypes.Array[ctypes.c_int64]:
     """Returns a convolution as the kernels take it: `Convolution` in packed.h.
@@ -126,7 +126,7 @@ def pack_images(weight: Tensor, geometry: Geometry, *, layout: int | None = None
             f"{tuple(weight.shape)}"
         )
     channels, weight = weight.shape[1], _matrix(weight)
-    shape = described(geometry, 1, channels, geometry.kernel, geometry.kernel)
+    shape = convolution_struct(geometry, 1, channels, geometry.kernel, geometry.kernel)
     layout = layout or _layout_for(weight)
     call = kernels().torchcram_pack_images
     rows = weight.shape[0]

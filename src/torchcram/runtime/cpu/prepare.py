@@ -14,7 +14,12 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
-from torchcram.runtime.cpu.fuse import as_graph, fuse_encoder_, fuse_tails_, lay_images_innermost_
+from torchcram.runtime.cpu.fuse import (
+    as_graph,
+    fuse_encoder_,
+    fuse_epilogues_,
+    lay_images_innermost_,
+)
 from torchcram.runtime.cpu.modules import SparseConv2d
 from torchcram.runtime.cpu.replace_layers import (
     Choice,
@@ -75,7 +80,7 @@ def prepare(
         return _with_report(fast, [*replace_layers_(fast, int8=int8), *others])
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
-    if isinstance(fast, InParts):
+    if isinstance(fast, BatchSplitter):
         others = [replace(choice, name=f"model.{choice.name}") for choice in others]
     return _with_report(fast, [*report(fast), *others])
 
@@ -156,7 +161,7 @@ def report(model: nn.Module) -> tuple[Choice, ...]:
     return choices
 
 
-class InParts(nn.Module):
+class BatchSplitter(nn.Module):
     """Runs a model on a few images at a time, so that its activations stay in the caches.
 
     Args:
@@ -191,13 +196,13 @@ def _fused(
             inputs = layer_inputs(graph, part)
             choices = replace_layers_(graph, inputs, int8=int8, innermost=True)
             _annotate_shapes_(graph, part)
-            fuse_tails_(graph)
+            fuse_epilogues_(graph)
             lay_images_innermost_(graph)
     except Exception:  # noqa: BLE001  the model is then prepared without a graph
         return None
     fast: nn.Module = graph
     if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
-        fast = InParts(graph, images)
+        fast = BatchSplitter(graph, images)
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
     return _with_report(fast.eval(), choices)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Inputs of a model: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
 
-Races = dict[str, dict[str, float]]
+Timings = dict[str, dict[str, float]]
 """Milliseconds of each way to run a layer, by the description of the layer and its input."""
 
 
@@ -162,7 +162,7 @@ def geometry_of(layer: nn.Conv2d) -> Geometry:
     return Geometry((a, b), (c, d), (e, f), (g, h))
 
 
-def by_rule(
+def choose_by_rule(
     name: str, layer: nn.Module, *, may_be_channels_last: bool, int8: bool = False
 ) -> tuple[Choice, nn.Module | None]:
     """Decides without timing; returns the choice, and the sparse layer or None.
@@ -204,12 +204,12 @@ def may_be_channels_last(model: nn.Module) -> bool:
     )
 
 
-def by_measure(
+def choose_by_timing(
     name: str,
     layer: nn.Module,
     received: LayerInput,
     *,
-    races: Races,
+    timings: Timings,
     int8: bool = False,
     innermost: bool = False,
 ) -> tuple[Choice, nn.Module | None]:
@@ -219,7 +219,7 @@ def by_measure(
         name: Name of the layer.
         layer: Dense layer.
         received: Shape and strides of its input.
-        races: Times measured so far; identical layers are timed once.
+        timings: Times measured so far; identical layers are timed once.
         int8: Whether 8 bits are allowed.
         innermost: Whether images stay the innermost dimension between neighbouring layers for
             panels of images, so that none of them transposes.
@@ -228,9 +228,9 @@ def by_measure(
     if sparsity < _LEAST and not int8:
         return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
     alike = f"{layer} {received.shape} {received.stride} {sparsity:.2f}"
-    if alike not in races:
-        races[alike] = _measure(layer, received, int8=int8, innermost=innermost)
-    times = dict(races[alike])
+    if alike not in timings:
+        timings[alike] = _measure(layer, received, int8=int8, innermost=innermost)
+    times = dict(timings[alike])
     dense_ms = times.pop("dense")
     best = min(times, key=times.__getitem__)
     if times.get("int8", float("inf")) < 1.1 * times[best]:
@@ -261,7 +261,7 @@ def _measure(
     if isinstance(layer, nn.Linear) and int8:
         work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
     with torch.no_grad():
-        return _race(work)
+        return _time_in_turns(work)
 
 
 class ModelTimes(NamedTuple):
@@ -278,10 +278,10 @@ class ModelTimes(NamedTuple):
 
 def time_models(dense: Callable[[], object], sparse: Callable[[], object]) -> ModelTimes:
     """Times two ways to run a model."""
-    return ModelTimes(**_race({"dense": dense, "sparse": sparse}))
+    return ModelTimes(**_time_in_turns({"dense": dense, "sparse": sparse}))
 
 
-def _race(work: dict[str, Callable[[], object]]) -> dict[str, float]:
+def _time_in_turns(work: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Returns the least time of each call in milliseconds; the calls take turns."""
     best = dict.fromkeys(work, float("inf"))
     end = None
@@ -316,7 +316,7 @@ def replace_layers_(
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
-    races: Races = {}
+    timings: Timings = {}
     choices = []
     for name, layer in candidates(model).items():
         problem = unsupported_reason(layer)
@@ -327,10 +327,10 @@ def replace_layers_(
             continue
         new: nn.Module | None
         if inputs is None:
-            choice, new = by_rule(name, layer, may_be_channels_last=channels_last, int8=int8)
+            choice, new = choose_by_rule(name, layer, may_be_channels_last=channels_last, int8=int8)
         else:
-            choice, new = by_measure(
-                name, layer, inputs[name], races=races, int8=int8, innermost=innermost
+            choice, new = choose_by_timing(
+                name, layer, inputs[name], timings=timings, int8=int8, innermost=innermost
             )
         if new is not None:
             _replace_everywhere_(model, layer, new)
@@ -339,9 +339,8 @@ def replace_layers_(
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(child, PackedLayer) for child in module.modules()
         ):
-            module.activation_relu_or_gelu = (
-                0  # disables its fast path, which would unpack the weights
-            )
+            # Its fast path would unpack the weights.
+            module.activation_relu_or_gelu = 0
     return choices
 
 

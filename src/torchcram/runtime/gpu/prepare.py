@@ -102,13 +102,13 @@ def prepare_gpu(
         raise ValueError("prepare_gpu needs a CUDA device, but none is available")
     chosen = layer_weights(model) if weights is None else weights_in(model, weights)
     integers = _integers(model, chosen, operator)
-    owners = layers_of(model, chosen)
+    owners = weight_names_by_layer(model, chosen)
     twin = copy.deepcopy(model).to("cuda", dtype).eval().requires_grad_(False)
     counts = count_rows(twin, tuple(_to_gpu(value, dtype) for value in example))
     chooser, choices = Chooser(), []
     for path, name in owners.items():
         layer = twin.get_submodule(path)
-        reason = why_left(path, layer, counts)
+        reason = why_dense(path, layer, counts)
         if reason is not None or not isinstance(layer, nn.Linear):
             choices.append(LayerChoice(path, "dense", None, str(reason)))
             continue
@@ -120,11 +120,11 @@ def prepare_gpu(
         if name in owners.values():
             continue
         layer = model.get_submodule(name.rpartition(".")[0])  # such as attention or an LSTM
-        choices.append(LayerChoice(name, "dense", None, str(why_left(name, layer, counts))))
+        choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
     return Prepared(twin, tuple(choices))
 
 
-def layers_of(model: nn.Module, weights: Weights) -> dict[str, str]:
+def weight_names_by_layer(model: nn.Module, weights: Weights) -> dict[str, str]:
     """Returns the weight name of each layer by the path of the layer; weights may be tied."""
     names = {id(weight): name for name, weight in weights.items()}
     return {
@@ -156,7 +156,7 @@ def count_rows(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
     return counts
 
 
-def why_left(path: str, layer: nn.Module, counts: dict[str, int]) -> str | None:
+def why_dense(path: str, layer: nn.Module, counts: dict[str, int]) -> str | None:
     """Returns why a layer is left dense without timing it, or None."""
     if not isinstance(layer, nn.Linear):
         return f"a {type(layer).__name__}: there are kernels for Linear only"

@@ -32,11 +32,11 @@ from torchcram.runtime.integers import (
 )
 from torchcram.runtime.onnx.graph import (
     Stored,
-    free_names,
     name_outputs,
     optimize,
-    put_integers,
-    strip,
+    remove_metadata,
+    store_integers,
+    unused_names,
 )
 from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
@@ -123,9 +123,9 @@ def export_onnx(
         shapes = _shapes(inputs, dims, dynamic_batch)
         program = _export(model, _two_samples(inputs, dynamic_batch), shapes, input_names)
         names = _output_names(program, inputs.run(model), output_names)
-        put_integers(program.model, stored)
+        store_integers(program.model, stored)
         optimize(program)
-        strip(program.model)
+        remove_metadata(program.model)
         name_outputs(program.model, names)
         if operator is not None:
             program.model.metadata_props["torchcram.operator"] = str(operator)
@@ -203,7 +203,7 @@ def _output_names(
     names = _names_in(returned, "output", outermost=True)
     if len(names) != count:  # outputs in a container of an unknown type
         names = [f"output_{index}" for index in range(count)]
-    return free_names(program.model, names)
+    return unused_names(program.model, names)
 
 
 def _names_in(returned: object, name: str, *, outermost: bool = False) -> list[str]:

@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     bits: int
 
 
-def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
+def store_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
     """Replaces weights by integers that DequantizeLinear turns into floats.
 
     The weight of a Linear layer is stored transposed, as MatMul needs it, with a first dimension of
@@ -94,7 +94,7 @@ def name_outputs(model: ir.Model, names: Sequence[str]) -> None:
         value.name = name
 
 
-def free_names(model: ir.Model, names: Sequence[str]) -> list[str]:
+def unused_names(model: ir.Model, names: Sequence[str]) -> list[str]:
     """Returns names for outputs, changed if an input or a weight has the same name."""
     graph = model.graph
     taken = {str(value.name) for value in graph.inputs} | set(graph.initializers)
@@ -107,7 +107,7 @@ def free_names(model: ir.Model, names: Sequence[str]) -> list[str]:
     return free
 
 
-def strip(model: ir.Model) -> None:
+def remove_metadata(model: ir.Model) -> None:
     """Removes the metadata of the exporter, which includes stack traces with local paths."""
     graph = model.graph
     model.metadata_props.clear()
