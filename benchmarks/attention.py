@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import torchcram
 from torchcram import runtime
 from torchcram.runtime.cpu.fuse import SelfAttention
+from torchcram.runtime.outputs import tensor_error
 
 SPARSITIES = (0.0, 0.8, 0.9)
 WARMUP = 3  # rounds
@@ -107,7 +108,7 @@ def measure(name: str, sparsity: float, rounds: int) -> float:
         pairs = [a / b for a, b in zip(each, times["kernel"], strict=True)]
         ratios[kind] = statistics.median(pairs)
         low, _, high = statistics.quantiles(pairs, n=4)
-        error = float((models[kind](x) - expected).abs().max() / expected.abs().max())
+        error = tensor_error(expected, models[kind](x)).relative
         print(
             f"  {kind:<10}{statistics.median(each):>9.2f} ms  ratio {ratios[kind]:.3f} "
             f"({low:.3f} to {high:.3f})  fastest {min(each):.2f} ms  error {error:.0e}",
