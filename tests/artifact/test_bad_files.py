@@ -149,7 +149,7 @@ def test_a_model_stays_as_it_was_where_one_tensor_cannot_be_decoded(
     path, parts, library, threads, monkeypatch
 ):
     if not library:
-        monkeypatch.setattr("torchcram.kernels.cpu.expand.find", lambda: None)
+        monkeypatch.setattr("torchcram.kernels.cpu.decode.find", lambda: None)
     model = every_kind_of_part()
     model.register_buffer("flags", torch.ones(16, 8, dtype=torch.bool))  # the first in the file
     artifact.save(model, path)
@@ -333,7 +333,7 @@ def test_made_up_parts_are_refused(whole, path, part, message):
 @pytest.mark.parametrize("operator", ["nm:2:4", "nm:3:8"])
 def test_places_of_a_group_ascend(path, operator, library, monkeypatch):
     if not library:
-        monkeypatch.setattr("torchcram.kernels.cpu.expand.find", lambda: None)
+        monkeypatch.setattr("torchcram.kernels.cpu.decode.find", lambda: None)
     weight = torch.randn(4, 16)
     parse_operator(operator).compress_({"weight": weight})
     artifact.save({"weight": weight}, path, operator=operator)

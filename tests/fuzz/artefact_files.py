@@ -270,7 +270,7 @@ def read(content, folder):
     path = folder / "model.safetensors"
     path.write_bytes(content[1:])
     found = _loaded(path)
-    with mock.patch("torchcram.kernels.cpu.expand.find", return_value=None):
+    with mock.patch("torchcram.kernels.cpu.decode.find", return_value=None):
         _same(found, _loaded(path), "with and without compiled code")
     model = copy.deepcopy(base(content[0] % len(BASES))[0])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -29,7 +29,7 @@ from torchcram.artifact.sparse_layout import (
     write_indices,
     write_mask,
 )
-from torchcram.kernels.cpu.expand import decode_
+from torchcram.kernels.cpu.decode import decode_
 
 
 def encode(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchcram.artifact.integers import packed_size, wide
 from torchcram.artifact.sparse_layout import index_width
-from torchcram.kernels.cpu.checksum import checksum
+from torchcram.kernels.cpu.decode import checksum
 from torchcram.layers import LayerWeights, Layout, reduction_last
 
 MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"

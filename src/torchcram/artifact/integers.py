@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchcram.kernels.cpu.expand import rows_of_table
+from torchcram.kernels.cpu.decode import rows_of_table
 
 PROBE = 8  # rows to try before all rows are tried
 BITS = range(2, 9)

@@ -20,7 +20,7 @@ from torchcram.artifact.integers import (
     unpack,
     unpack_some,
 )
-from torchcram.kernels.cpu.expand import count_ones, expand_
+from torchcram.kernels.cpu.decode import count_ones, expand_
 
 Array = npt.NDArray[np.bool_]
 

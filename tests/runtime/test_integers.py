@@ -8,7 +8,7 @@ from torch import nn
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, compressible_weights
 from torchcram.layers import LayerWeights
-from torchcram.runtime.onnx.integers import find_integers, quantizer_of
+from torchcram.runtime.integers import find_integers, quantizer_of
 
 LAYERS = {
     "linear": lambda: nn.Linear(12, 5),

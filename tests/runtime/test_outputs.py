@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchcram.runtime.cpu.fuse import outputs_close
+from torchcram.runtime.outputs import outputs_close, tensor_error
 
 
 @dataclass
@@ -67,3 +67,23 @@ def test_what_cannot_be_compared_is_not_the_same():
     assert outputs_close(torch.tensor([1, 2]), torch.tensor([1, 2]), 0)
     assert not outputs_close(torch.tensor([1, 2]), torch.tensor([1, 3]), 1)
     assert outputs_close(torch.empty(0), torch.empty(0), 0)
+
+
+def test_the_error_is_a_fraction_of_the_largest_finite_magnitude():
+    error = tensor_error(MASKED, MASKED + torch.tensor([0.0, 0.0, 0.75, 0.0, 0.0]))
+    assert error == (0.75, 3.0)
+    assert error.relative == 0.25
+
+
+@pytest.mark.parametrize(
+    "other", [X[:2], torch.tensor([torch.inf, -8.0, 3.0]), torch.tensor([torch.nan, -8.0, 3.0])]
+)
+def test_shapes_and_values_that_are_not_finite_are_infinitely_far(other):
+    assert tensor_error(X, other).error == torch.inf
+
+
+def test_dtypes_and_empty_tensors():
+    assert tensor_error(X.bfloat16(), X.double()).error == 0
+    assert tensor_error(torch.empty(0), torch.empty(0)) == (0, 0)
+    assert tensor_error(torch.tensor([1, 2]), torch.tensor([1, 3])).error == torch.inf
+    assert tensor_error(torch.zeros(2), torch.tensor([0.0, 1.0])).relative > 1e20
