@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.optim.cram import CrAM
 
 Settings = dict[str, list[str]]
 """Settings of an optimizer: lines of text by topic."""
 
 _Value = TypeVar("_Value")
+Wrapped = Any  # a `CrAM`, whose module imports this one
 
 
-def require_alike(optimizer: CrAM) -> None:
+def require_alike(optimizer: Wrapped) -> None:
     """Compares the settings on all ranks of a DDP or FSDP model; does nothing for other models.
 
     Raises:
@@ -34,7 +34,7 @@ def require_alike(optimizer: CrAM) -> None:
         _compare(optimizer, groups)
 
 
-def require_alike_everywhere(optimizer: CrAM) -> None:
+def require_alike_everywhere(optimizer: Wrapped) -> None:
     """Compares the settings on all ranks, for loops that wrap the model later.
 
     Raises:
@@ -44,7 +44,7 @@ def require_alike_everywhere(optimizer: CrAM) -> None:
         _compare(optimizer, [dist.group.WORLD])
 
 
-def _compare(optimizer: CrAM, groups: list[Any]) -> None:
+def _compare(optimizer: Wrapped, groups: list[Any]) -> None:
     settings = _settings(optimizer)
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     if len(set(_all_gather(digest, groups).values())) > 1:
@@ -70,7 +70,7 @@ def _all_gather(value: _Value, groups: list[Any]) -> dict[int, _Value]:
     return dict(sorted(by_rank.items()))
 
 
-def _settings(optimizer: CrAM) -> Settings:
+def _settings(optimizer: Wrapped) -> Settings:
     names = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
     sampler = optimizer._sampler
     groups = []

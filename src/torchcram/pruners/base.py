@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from torchcram.compress import compress_
 from torchcram.messages import list_names
 from torchcram.operators import Chain, Operator, Sparsifier
 from torchcram.operators.chain import join
@@ -141,30 +140,6 @@ def bind(
     if isinstance(operator, Pruner):
         return BoundPruner(operator, Calibration(model, batches, loss))
     return operator
-
-
-def prune_(
-    model: nn.Module,
-    operator: Operator | str,
-    batches: Iterable[Any],
-    *,
-    loss: Loss | None = None,
-    weights: Weights | None = None,
-) -> Masks | None:
-    """Compresses `model` in place by an operator that may look at data; returns the masks.
-
-    Args:
-        model: Model in any mode; its modes, gradients and running statistics stay unchanged.
-        operator: Pruner, any other operator, or text such as "obs@uniform:0.7+int8".
-        batches: Batches, as for `bind`.
-        loss: Loss function, as for `bind`.
-        weights: Weights to compress; by default all `compressible_weights(model)`.
-    """
-    if isinstance(operator, str):
-        from torchcram.pruners.parse import parse_pruner
-
-        operator = parse_pruner(operator)
-    return compress_(model, bind(operator, model, batches, loss=loss), weights=weights)
 
 
 def require_damping(pruner: Pruner, damping: float) -> None:

@@ -1,17 +1,23 @@
-"""Pruners as text, with the registry of pruners of other packages."""
+"""Pruners as text, the registry of pruners of other packages, and pruning by either."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchcram.compress import compress_
 from torchcram.operators import Operator, Sparsifier
 from torchcram.operators.parse import Registry, closest, parse_joined, parse_part, split_pruner
-from torchcram.pruners.base import Pruner
+from torchcram.pruners.base import Loss, Pruner, bind
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.sparsegpt import SparseGPT
 from torchcram.pruners.wanda import Wanda
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchcram.weights import Masks, Weights
 
 KINDS: dict[str, type[Pruner]] = {kind.kind: kind for kind in (Obs, Wanda, SparseGPT)}
 SYNTAX = f"{'@..., '.join(KINDS)}@..., with global:0.9, uniform:0.8, row:0.5 or nm:2:4 after the @"
@@ -113,3 +119,25 @@ def _options(kind: type[Pruner], texts: list[str]) -> dict[str, Any]:
             )
         values[option] = read(number[0])
     return values
+
+
+def prune_(
+    model: nn.Module,
+    operator: Operator | str,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    weights: Weights | None = None,
+) -> Masks | None:
+    """Compresses `model` in place by an operator that may look at data; returns the masks.
+
+    Args:
+        model: Model in any mode; its modes, gradients and running statistics stay unchanged.
+        operator: Pruner, any other operator, or text such as "obs@uniform:0.7+int8".
+        batches: Batches, as for `bind`.
+        loss: Loss function, as for `bind`.
+        weights: Weights to compress; by default all `compressible_weights(model)`.
+    """
+    if isinstance(operator, str):
+        operator = parse_pruner(operator)
+    return compress_(model, bind(operator, model, batches, loss=loss), weights=weights)
