@@ -72,11 +72,15 @@ def bench(
 
         from torchcram.cli.output import result_output
         from torchcram.cli.tables import show
-        from torchcram.experiments.bench.engines import CPU_ENGINES, DEFAULT, check_engines
-        from torchcram.experiments.bench.gpu_engines import GPU_ENGINES
+        from torchcram.experiments.bench.candidates import open_source
+        from torchcram.experiments.bench.engines import (
+            CPU_ENGINES,
+            DEFAULT,
+            GPU_ENGINES,
+            check_engines,
+        )
         from torchcram.experiments.bench.record import FILES, write_bench
         from torchcram.experiments.bench.run import Plan, run_bench
-        from torchcram.experiments.bench.source import open_source
         from torchcram.report.bench_table import size_table, speed_tables
 
         def say(line: str) -> None:

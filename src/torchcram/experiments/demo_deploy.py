@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram import compressible_weights, parse_operator
-from torchcram.experiments.bench.cases import Case
+from torchcram.experiments.bench.candidates import Case
 from torchcram.experiments.bench.engines import Runtime, Torch
-from torchcram.experiments.bench.files import Files
 from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.bench.side_by_side import timings_of
+from torchcram.experiments.bench.run import Files
+from torchcram.experiments.bench.timer import timings_of
 from torchcram.experiments.demo_result import Deployed
 
 if TYPE_CHECKING:

@@ -6,18 +6,19 @@ import torch
 from torch import nn
 
 from torchcram import compress, compressible_weights, parse_operator, runtime
-from torchcram.experiments.bench.cases import Case
+from torchcram.experiments.bench.candidates import Case
 from torchcram.experiments.bench.engines import (
     CPU_ENGINES,
     DEFAULT,
+    GPU_ENGINES,
     Ready,
     UnableError,
     check_engines,
     cpu_engines,
+    gpu_engines,
 )
-from torchcram.experiments.bench.files import Files
-from torchcram.experiments.bench.gpu_engines import GPU_ENGINES, gpu_engines
-from torchcram.experiments.bench.side_by_side import difference, timings_of
+from torchcram.experiments.bench.run import Files
+from torchcram.experiments.bench.timer import difference, timings_of
 
 IMAGES = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 

@@ -4,9 +4,8 @@ from runs import CPU
 
 from torchcram import compress
 from torchcram.experiments.bench import run as module
-from torchcram.experiments.bench.cases import Case
-from torchcram.experiments.bench.example import example_batch
-from torchcram.experiments.bench.run import Plan, run_bench
+from torchcram.experiments.bench.candidates import Case
+from torchcram.experiments.bench.run import Plan, example_batch, run_bench
 from torchcram.experiments.training.build import build_batches, target_weights
 from torchcram.pruners import parse_pruner
 

@@ -6,10 +6,9 @@ from runs import CPU
 from tiny_texts import glue_folder, squad_folder
 
 from torchcram import compress
-from torchcram.experiments.bench.cases import Case
-from torchcram.experiments.bench.example import example_batch
+from torchcram.experiments.bench.candidates import Case
 from torchcram.experiments.bench.record import read_bench
-from torchcram.experiments.bench.run import Plan, run_bench
+from torchcram.experiments.bench.run import Plan, example_batch, run_bench
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe

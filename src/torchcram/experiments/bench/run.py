@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.bench.engines import UnableError, cpu_engines
-from torchcram.experiments.bench.example import example_batch
-from torchcram.experiments.bench.files import Files
-from torchcram.experiments.bench.gpu_engines import gpu_engines
+import torch
+
+from torchcram import artifact
+from torchcram.experiments.bench.engines import UnableError, cpu_engines, gpu_engines
 from torchcram.experiments.bench.record import Bench, Setting, Subject, Timing
-from torchcram.experiments.bench.side_by_side import timings_of
+from torchcram.experiments.bench.timer import timings_of
+from torchcram.experiments.data.images import make_batches
+from torchcram.experiments.data.text.batches import TextBatches
 from torchcram.experiments.data.text.datasets import TextSet
+from torchcram.experiments.training.run_folder import save_model
 from torchcram.experiments.versions import machine_name, versions
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from torchcram.experiments.bench.cases import Case, Report
+    from torchcram.experiments.bench.candidates import Case, Report
     from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
+
 
 ROUNDS = 25
 SECONDS = 60.0  # of the rounds of a setting, about, where their number is not asked for
@@ -137,3 +142,103 @@ def _versions() -> dict[str, str]:
     with suppress(importlib.metadata.PackageNotFoundError):
         found["onnxruntime"] = importlib.metadata.version("onnxruntime")
     return found
+
+
+def example_batch(recipe: Recipe, data: AnyData, size: int) -> Tensor:
+    """Returns inputs as the model gets them, on the CPU.
+
+    Images are the first ones. Texts are those whose length is in the middle of all, without more
+    padding than the longest of them needs.
+
+    Args:
+        recipe: how they are read.
+        data: whose test split they are from.
+        size: how many.
+
+    Raises:
+        ValueError: if there are not as many.
+    """
+    if not 1 <= size <= len(data.test):
+        unit = "sequences" if isinstance(data, TextSet) else "images"
+        raise ValueError(f"batch {size}: {data.name!r} has 1 to {len(data.test)} test {unit}")
+    if isinstance(data, TextSet):
+        lengths = data.test.lengths
+        order = lengths.argsort(stable=True)
+        begin = (len(order) - size) // 2
+        chosen = order[begin : begin + size]
+        batches = TextBatches(data.test, batch_size=size, device="cpu", seed=0, train=False)
+        return batches.at(chosen, int(lengths[chosen].max()))[0]
+    batches_of_images = make_batches(
+        data,
+        train=False,
+        batch_size=size,
+        augment=recipe.data.augment,
+        device=torch.device("cpu"),
+        seed=0,
+        image_size=recipe.data.image_size,
+        workers=0,
+    )
+    images, _ = next(iter(batches_of_images.epoch(0)))
+    return images.contiguous()
+
+
+class Files:
+    """Files of models in a folder, each written once.
+
+    Args:
+        folder: to write into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._onnx: dict[str, Path | str] = {}
+
+    def plain_bytes(self, case: Case) -> int:
+        """Returns the size of a plain safetensors file."""
+        path = self._path(case, "plain.safetensors")
+        save_model(case.model, path)
+        return _size_and_remove(path)
+
+    def compact_bytes(self, case: Case) -> int:
+        """Returns the size of a compact file."""
+        if case.file_bytes is not None:
+            return case.file_bytes
+        path = self._path(case, "compact.safetensors")
+        said = None if case.operator is None else str(case.operator)
+        artifact.save(case.model, path, operator=said)
+        return _size_and_remove(path)
+
+    def onnx(self, case: Case, example: Tensor) -> Path:
+        """Returns the ONNX file of a model for inputs of the shape of `example`, in any number.
+
+        Raises:
+            UnableError: saying why there is none.
+        """
+        path = self._path(case, f"{'x'.join(map(str, example.shape[1:]))}.onnx")
+        if path.name not in self._onnx:
+            self._onnx[path.name] = self._export(case, example, path)
+        found = self._onnx[path.name]
+        if isinstance(found, str):
+            raise UnableError(found)
+        return found
+
+    def _export(self, case: Case, example: Tensor, path: Path) -> Path | str:
+        """Returns the file, or why there is none."""
+        try:
+            from torchcram.runtime.onnx import export_onnx
+
+            export_onnx(case.model, path, (example,), operator=case.operator, weights=case.weights)
+        except ImportError as error:
+            return f'{error.name} is missing: pip install "torchcram[export]"'
+        except ValueError as error:
+            return str(error).splitlines()[0]
+        return path
+
+    def _path(self, case: Case, kind: str) -> Path:
+        return self._folder / f"{re.sub('[^A-Za-z0-9.+-]', '-', case.target)}.{kind}"
+
+
+def _size_and_remove(path: Path) -> int:
+    size = path.stat().st_size
+    path.unlink()
+    return size

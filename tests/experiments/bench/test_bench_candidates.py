@@ -5,7 +5,7 @@ import torch
 from runs import CPU
 
 from torchcram import masks_of
-from torchcram.experiments.bench.cases import (
+from torchcram.experiments.bench.candidates import (
     cases_of_run,
     known_accuracies,
     one_shot_model,
