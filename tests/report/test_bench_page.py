@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from bench_samples import bench, subject
+from bench_samples import bench, model_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_samples import cram, sgd
@@ -194,7 +194,7 @@ def test_the_tables_of_the_terminal_have_every_number():
 
 
 def test_a_table_without_accuracies_has_gaps():
-    unknown = (subject("dense", None, 10), *bench().subjects[1:])
+    unknown = (model_record("dense", None, 10), *bench().subjects[1:])
     text = printed(size_table(bench(subjects=unknown)))
     assert re.search(r"│ global:0\.9 +│ +90\.00 │ +89\.00 │ +│ +40\.0 │", text)
 

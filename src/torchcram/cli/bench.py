@@ -97,11 +97,11 @@ def bench(
             plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
         opened = open_source(source, to or ())
         samples = load(opened.recipe, data, download=download)
-        cases = opened.cases(samples, device=where, accuracy=accuracy, report=say)
+        candidates = opened.candidates(samples, device=where, accuracy=accuracy, report=say)
         with result_output(json) as write:
             with tempfile.TemporaryDirectory() as folder:
                 result = run_bench(
-                    cases,
+                    candidates,
                     opened.recipe,
                     samples,
                     plan=plan,

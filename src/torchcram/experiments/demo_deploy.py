@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram import compressible_weights, parse_operator
-from torchcram.experiments.bench.candidates import Case
+from torchcram.experiments.bench.candidates import Candidate
 from torchcram.experiments.bench.engines import Runtime, Torch
 from torchcram.experiments.bench.record import DENSE
 from torchcram.experiments.bench.run import Files
@@ -30,8 +30,8 @@ def deploy(models: Mapping[str, nn.Module], images: Tensor) -> tuple[Deployed, .
         models: by operator; "dense" is as trained.
         images: a batch to run them on, in one thread.
     """
-    cases = [
-        Case(
+    candidates = [
+        Candidate(
             target,
             model.eval(),
             None if target == DENSE else parse_operator(target),
@@ -41,20 +41,22 @@ def deploy(models: Mapping[str, nn.Module], images: Tensor) -> tuple[Deployed, .
         for target, model in models.items()
     ]
     engines = (Torch(), Runtime())
-    timings = timings_of(cases, engines, images, threads=1, setting=0, rounds=ROUNDS, seconds=None)
+    timings = timings_of(
+        candidates, engines, images, threads=1, setting=0, rounds=ROUNDS, seconds=None
+    )
     found = {(one.target, one.engine): one for one in timings}
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder))
         return tuple(
             Deployed(
-                operator=case.target,
-                plain_bytes=files.plain_bytes(case),
-                compact_bytes=files.compact_bytes(case),
-                torch_ms=_median(found[case.target, engines[0].name]),
-                runtime_ms=_median(found[case.target, engines[1].name]),
-                note=found[case.target, engines[1].name].note,
+                operator=candidate.target,
+                plain_bytes=files.plain_bytes(candidate),
+                compact_bytes=files.compact_bytes(candidate),
+                torch_ms=_median(found[candidate.target, engines[0].name]),
+                runtime_ms=_median(found[candidate.target, engines[1].name]),
+                note=found[candidate.target, engines[1].name].note,
             )
-            for case in cases
+            for candidate in candidates
         )
 
 

@@ -10,7 +10,7 @@ from torchcram.report.runs import COLOURS
 from torchcram.report.summary import percent
 
 if TYPE_CHECKING:
-    from torchcram.experiments.bench.record import Bench, Subject, Timing
+    from torchcram.experiments.bench.record import Bench, ModelRecord, Timing
 
 FRONT = {"name": "Pareto front", "style": COLOURS - 1, "front": True}
 ROOM = 1.04  # to the right of the last point
@@ -37,9 +37,9 @@ def size_chart(bench: Bench) -> dict[str, Any] | None:
     """Returns accuracy against the size of files; None where no accuracy is known."""
     series: dict[str, list[Point]] = {
         name: [
-            _size_point(bench, subject, name, getattr(subject, key))
-            for subject in bench.subjects
-            if subject.accuracy is not None and getattr(subject, key) is not None
+            _size_point(bench, model, name, getattr(model, key))
+            for model in bench.subjects
+            if model.accuracy is not None and getattr(model, key) is not None
         ]
         for name, key in FILES.items()
     }
@@ -75,14 +75,14 @@ def _chart(
 
 
 def _latency_point(bench: Bench, timing: Timing) -> Point | None:
-    subject = next(one for one in bench.subjects if one.target == timing.target)
+    model = next(one for one in bench.subjects if one.target == timing.target)
     speed = bench.ratio(timing)
-    if timing.times is None or subject.accuracy is None:
+    if timing.times is None or model.accuracy is None:
         return None
     low, high = ms(timing.times.low), ms(timing.times.high)
     text = {
-        "model": subject.target,
-        bench.metric: f"{percent(subject.accuracy)} %",
+        "model": model.target,
+        bench.metric: f"{percent(model.accuracy)} %",
         "latency": f"{ms(timing.times.median)} ms",
         "quartiles": f"{low} to {high} ms",
         f"{bench.unit}/s": rate(bench.per_second(timing) or 0),
@@ -90,7 +90,7 @@ def _latency_point(bench: Bench, timing: Timing) -> Point | None:
         **({"note": timing.note} if timing.note else {}),
     }
     count = len(bench.settings)
-    y = [100 * subject.accuracy if place == timing.setting else None for place in range(count)]
+    y = [100 * model.accuracy if place == timing.setting else None for place in range(count)]
     return {
         "x": timing.times.median,
         "y": y,
@@ -99,17 +99,17 @@ def _latency_point(bench: Bench, timing: Timing) -> Point | None:
     }
 
 
-def _size_point(bench: Bench, subject: Subject, name: str, count: int) -> Point:
-    assert subject.accuracy is not None  # noqa: S101
+def _size_point(bench: Bench, model: ModelRecord, name: str, count: int) -> Point:
+    assert model.accuracy is not None  # noqa: S101
     text = {
-        "model": subject.target,
-        bench.metric: f"{percent(subject.accuracy)} %",
+        "model": model.target,
+        bench.metric: f"{percent(model.accuracy)} %",
         name: f"{size(count)} MB",
         "smaller": times(bench.subjects[0].plain_bytes / count),
     }
     return {
         "x": count / MEGA,
-        "y": [100 * subject.accuracy],
+        "y": [100 * model.accuracy],
         "std": [0],
         "text": list(map(list, text.items())),
     }

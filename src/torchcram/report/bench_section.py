@@ -96,10 +96,10 @@ def sections(benches: Iterable[Bench], first: int) -> tuple[list[Section], list[
 def _speeds(bench: Bench, place: int) -> Speeds:
     setting, base = bench.settings[place], bench.baseline(place)
     rows, notes = [], []
-    for subject in bench.subjects:
-        found = [bench.timing(subject.target, engine, place) for engine in bench.engines]
+    for model in bench.subjects:
+        found = [bench.timing(model.target, engine, place) for engine in bench.engines]
         ran = [one.times.median for one in found if one is not None and one.times is not None]
-        rows.append((subject.target, [_cell(bench, one, min(ran, default=0)) for one in found]))
+        rows.append((model.target, [_cell(bench, one, min(ran, default=0)) for one in found]))
         notes += [
             f"{one.target} with {one.engine}: {one.note}"
             for one in found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchcram.report.summary import percent, points
 
 if TYPE_CHECKING:
-    from torchcram.experiments.bench.record import Bench, Subject
+    from torchcram.experiments.bench.record import Bench, ModelRecord
 
 MEGA = 1e6
 
@@ -36,22 +36,22 @@ def times(ratio: float) -> str:
     return f"{ratio:.{1 if ratio >= 10 else 2}f}x"
 
 
-def size_cells(bench: Bench, subject: Subject) -> list[str]:
+def size_cells(bench: Bench, model: ModelRecord) -> list[str]:
     """Returns the accuracy of a model, its change, and the plain, compact and ONNX files.
 
     The ratio after the compact file is how much smaller it is than the plain one of the dense
     model.
     """
     dense, change = bench.subjects[0], ""
-    if subject is not dense and subject.accuracy is not None and dense.accuracy is not None:
-        change = points(subject.accuracy - dense.accuracy)
+    if model is not dense and model.accuracy is not None and dense.accuracy is not None:
+        change = points(model.accuracy - dense.accuracy)
     return [
-        "" if subject.accuracy is None else percent(subject.accuracy),
+        "" if model.accuracy is None else percent(model.accuracy),
         change,
-        size(subject.plain_bytes),
-        size(subject.compact_bytes),
-        times(dense.plain_bytes / subject.compact_bytes),
-        "" if subject.onnx_bytes is None else size(subject.onnx_bytes),
+        size(model.plain_bytes),
+        size(model.compact_bytes),
+        times(dense.plain_bytes / model.compact_bytes),
+        "" if model.onnx_bytes is None else size(model.onnx_bytes),
     ]
 
 

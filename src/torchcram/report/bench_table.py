@@ -50,11 +50,11 @@ def _speed_table(bench: Bench, place: int) -> Table:
     for column in ("ms", "", "speed", f"{bench.unit}/s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
-    for subject in bench.subjects:
-        found = [t for t in bench.timings if (t.target, t.setting) == (subject.target, place)]
+    for model in bench.subjects:
+        found = [t for t in bench.timings if (t.target, t.setting) == (model.target, place)]
         for number, timing in enumerate(found):
             table.add_row(
-                Text("" if number else subject.target),
+                Text("" if number else model.target),
                 timing.engine,
                 *_cells(bench, timing),
                 Text(timing.note),

@@ -38,7 +38,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Candidate:
     """A model to be measured.
 
     Attributes:
@@ -80,7 +80,7 @@ def read_targets(targets: Sequence[str]) -> dict[str, Operator]:
     return found
 
 
-def cases_of_run(
+def candidates_of_run(
     trained: Trained,
     data: AnyData,
     targets: Sequence[str],
@@ -88,7 +88,7 @@ def cases_of_run(
     device: torch.device,
     known: Mapping[str, float] | None,
     report: Report,
-) -> Iterator[Case]:
+) -> Iterator[Candidate]:
     """Yields the dense model, and copies of it compressed in one shot, batch norm tuned.
 
     Args:
@@ -102,7 +102,7 @@ def cases_of_run(
     recipe = trained.recipe
     dense = copy.deepcopy(trained.model).to(CPU, memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
     accuracy = None if known is None else trained.finished.accuracy
-    yield Case(DENSE, dense, None, target_weights(recipe, dense), accuracy)
+    yield Candidate(DENSE, dense, None, target_weights(recipe, dense), accuracy)
     for target, operator in read_targets(targets).items():
         report(f"compressing to {target}")
         small = one_shot_model(trained, operator, data, device=device)
@@ -111,7 +111,7 @@ def cases_of_run(
             report(f"testing {target}")
             accuracy = score_on_test(small, recipe, data, device=device).value
         small = small.to(CPU, memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
-        yield Case(target, small, operator, target_weights(recipe, small), accuracy)
+        yield Candidate(target, small, operator, target_weights(recipe, small), accuracy)
 
 
 def one_shot_model(
@@ -146,9 +146,9 @@ class Source(Protocol):
     def recipe(self) -> Recipe:
         """That the models were trained by."""
 
-    def cases(
+    def candidates(
         self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
-    ) -> Iterator[Case]:
+    ) -> Iterator[Candidate]:
         """Yields the models, the dense one first.
 
         Args:
@@ -167,14 +167,14 @@ class RunSource:
     recipe: Recipe
     targets: tuple[str, ...]
 
-    def cases(
+    def candidates(
         self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
-    ) -> Iterator[Case]:
+    ) -> Iterator[Candidate]:
         """Yields the trained model, and compressed copies of it."""
         trained = load_trained(self.folder, device)
         _require_data(trained, data)
         known = known_accuracies(self.folder, trained) if accuracy else None
-        yield from cases_of_run(
+        yield from candidates_of_run(
             trained, data, self.targets, device=device, known=known, report=report
         )
 
@@ -187,14 +187,14 @@ class FileSource:
     recipe: Recipe
     manifest: Manifest
 
-    def cases(
+    def candidates(
         self,
         data: AnyData,
         *,
         device: torch.device,  # noqa: ARG002  nothing is compressed or tested
         accuracy: bool,
         report: Report,  # noqa: ARG002
-    ) -> Iterator[Case]:
+    ) -> Iterator[Candidate]:
         """Yields a model of the same layers with initial weights, and the one in the file.
 
         The dense one is there to be timed; how good it was, and the other is, the file says.
@@ -205,10 +205,10 @@ class FileSource:
         text = self.manifest.operator
         operator = None if text is None else parse_pruner(text)
         weights = target_weights(self.recipe, dense)
-        yield Case(DENSE, dense, None, weights, _fraction(metrics, "dense"))
+        yield Candidate(DENSE, dense, None, weights, _fraction(metrics, "dense"))
         weights = target_weights(self.recipe, small)
         name, size = text or self.path.name, self.path.stat().st_size
-        yield Case(name, small, operator, weights, _fraction(metrics, "after"), size)
+        yield Candidate(name, small, operator, weights, _fraction(metrics, "after"), size)
 
     def _model(self, data: AnyData) -> nn.Module:
         classes = len(data.classes)

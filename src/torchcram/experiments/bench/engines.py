@@ -17,7 +17,7 @@ from torchcram.experiments.io.dataclass_io import did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.experiments.bench.candidates import Case
+    from torchcram.experiments.bench.candidates import Candidate
     from torchcram.experiments.bench.timer import Work
 
 
@@ -32,7 +32,7 @@ class UnableError(Exception):
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedRun:
     """An engine that can run a model.
 
     Attributes:
@@ -51,7 +51,7 @@ class Engine(Protocol):
     def name(self) -> str:
         """Of the engine."""
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Returns how to run a model on the example, by so many threads; torch has these already.
 
         Raises:
@@ -65,9 +65,9 @@ class Torch:
 
     name: str = "torch"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:  # noqa: ARG002
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
         """Takes the model as it is."""
-        return Ready(_inference(case.model, example))
+        return PreparedRun(_inference(candidate.model, example))
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Compiled:
 
     name: str = "compiled"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Compiles the model and runs it once."""
-        return Ready(_compiled(case.model, example, threads))
+        return PreparedRun(_compiled(candidate.model, example, threads))
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class OnnxRuntime:
         file: gives the ONNX file of a model for inputs of a shape; raises UnableError.
     """
 
-    file: Callable[[Case, Tensor], Path]
+    file: Callable[[Candidate, Tensor], Path]
     name: str = "onnxruntime"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Loads the file."""
         try:
             import onnxruntime
@@ -106,10 +106,10 @@ class OnnxRuntime:
         # its threads would go on spinning in the turn of whoever comes next
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
-            self.file(case, example), options, providers=["CPUExecutionProvider"]
+            self.file(candidate, example), options, providers=["CPUExecutionProvider"]
         )
         given = {session.get_inputs()[0].name: example.numpy()}
-        return Ready(lambda: session.run(None, given)[0])
+        return PreparedRun(lambda: session.run(None, given)[0])
 
 
 @dataclass(frozen=True)
@@ -127,22 +127,22 @@ class Runtime:
         """Of the engine."""
         return "torchcram-compiled" if self.compiled else "torchcram"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Measures every layer, and exchanges those that get faster."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are no kernels, the note says
             built = runtime.available()
-        fast = runtime.prepare(case.model, example)
+        fast = runtime.prepare(candidate.model, example)
         layers = runtime.report(fast)
         sparse = sum(one.sparse for one in layers)
         note = f"{sparse} of {len(layers)} layers sparse"
         if not built:
             note = "no kernels on this machine, all layers dense"
         run = _compiled(fast, example, threads) if self.compiled else _inference(fast, example)
-        return Ready(run, note)
+        return PreparedRun(run, note)
 
 
-def cpu_engines(names: Sequence[str], file: Callable[[Case, Tensor], Path]) -> list[Engine]:
+def cpu_engines(names: Sequence[str], file: Callable[[Candidate, Tensor], Path]) -> list[Engine]:
     """Returns engines by their names.
 
     Args:
@@ -199,9 +199,11 @@ class GpuTorch:
     device: torch.device
     name: str = "torch"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:  # noqa: ARG002
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
         """Takes a copy of the model."""
-        return Ready(_waiting(_moved(case.model, self.device), _fed(example, self.device)))
+        return PreparedRun(
+            _waiting(_moved(candidate.model, self.device), _fed(example, self.device))
+        )
 
 
 @dataclass(frozen=True)
@@ -211,12 +213,12 @@ class GpuCompiled:
     device: torch.device
     name: str = "compiled"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:  # noqa: ARG002
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
         """Compiles a copy of the model and runs it once."""
-        faster = torch.compile(_moved(case.model, self.device), dynamic=False)
+        faster = torch.compile(_moved(candidate.model, self.device), dynamic=False)
         run = _waiting(faster, _fed(example, self.device))
         run()
-        return Ready(run)
+        return PreparedRun(run)
 
 
 @dataclass(frozen=True)
@@ -226,24 +228,24 @@ class GpuRuntime:
     device: torch.device
     name: str = "torchcram"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:  # noqa: ARG002
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
         """Measures every layer, and exchanges those that get faster."""
         from torchcram.runtime.gpu import prepare_gpu
 
         try:
             with torch.cuda.device(self.device):
                 fast, layers = prepare_gpu(
-                    case.model,
+                    candidate.model,
                     (example,),
-                    operator=case.operator,
-                    weights=case.weights,
+                    operator=candidate.operator,
+                    weights=candidate.weights,
                     dtype=DTYPE,
                 )
         except ValueError as error:
             raise UnableError(str(error)) from None
         faster = sum(one.kernel != "dense" for one in layers)
         note = f"{faster} of {len(layers)} layers exchanged"
-        return Ready(_waiting(fast, _fed(example, self.device)), note)
+        return PreparedRun(_waiting(fast, _fed(example, self.device)), note)
 
 
 def gpu_engines(names: Sequence[str], device: torch.device) -> list[Engine]:

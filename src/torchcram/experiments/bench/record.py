@@ -15,7 +15,7 @@ DENSE = "dense"
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelRecord:
     """A model that was measured: its files, and how good it is.
 
     Attributes:
@@ -133,7 +133,7 @@ class Bench:
     machine: str
     versions: dict[str, str]
     settings: tuple[Setting, ...]
-    subjects: tuple[Subject, ...]
+    subjects: tuple[ModelRecord, ...]
     timings: tuple[Timing, ...]
 
     def __post_init__(self) -> None:

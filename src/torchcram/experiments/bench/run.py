@@ -14,7 +14,7 @@ import torch
 
 from torchcram import artifact
 from torchcram.experiments.bench.engines import UnableError, cpu_engines, gpu_engines
-from torchcram.experiments.bench.record import Bench, Setting, Subject, Timing
+from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Timing
 from torchcram.experiments.bench.timer import timings_of
 from torchcram.experiments.data.images import make_batches
 from torchcram.experiments.data.text.batches import TextBatches
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from torchcram.experiments.bench.candidates import Case, Report
+    from torchcram.experiments.bench.candidates import Candidate, Report
     from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
 
@@ -61,7 +61,7 @@ class Plan:
 
 
 def run_bench(
-    cases: Iterable[Case],
+    candidates: Iterable[Candidate],
     recipe: Recipe,
     data: AnyData,
     *,
@@ -75,7 +75,7 @@ def run_bench(
     What an engine cannot run has a note instead of times.
 
     Args:
-        cases: the models, the dense one first; not asked for before all else is known to be good.
+        candidates: Models, the dense one first; iterated only after all else has been checked.
         recipe: that they were trained by.
         data: whose test split they are run on.
         plan: what to measure.
@@ -95,12 +95,12 @@ def run_bench(
         for threads in plan.threads
         for size in plan.batches
     ]
-    cases = list(cases)
+    candidates = list(candidates)
     timings: list[Timing] = []
     for place, setting in enumerate(settings):
-        report(f"{setting}: {len(cases)} models with {len(engines)} engines, side by side")
+        report(f"{setting}: {len(candidates)} models with {len(engines)} engines, side by side")
         timings += timings_of(
-            cases,
+            candidates,
             engines,
             examples[setting.batch],
             threads=setting.threads,
@@ -118,21 +118,23 @@ def run_bench(
         machine=machine_name(device),
         versions=_versions(),
         settings=tuple(settings),
-        subjects=tuple(_subject(case, files, examples[plan.batches[0]]) for case in cases),
+        subjects=tuple(
+            _model_record(candidate, files, examples[plan.batches[0]]) for candidate in candidates
+        ),
         timings=tuple(timings),
     )
 
 
-def _subject(case: Case, files: Files, example: Tensor) -> Subject:
+def _model_record(candidate: Candidate, files: Files, example: Tensor) -> ModelRecord:
     size = None
     with suppress(UnableError):
-        size = files.onnx(case, example).stat().st_size
-    return Subject(
-        target=case.target,
-        sparsity=case.sparsity,
-        accuracy=case.accuracy,
-        plain_bytes=files.plain_bytes(case),
-        compact_bytes=files.compact_bytes(case),
+        size = files.onnx(candidate, example).stat().st_size
+    return ModelRecord(
+        target=candidate.target,
+        sparsity=candidate.sparsity,
+        accuracy=candidate.accuracy,
+        plain_bytes=files.plain_bytes(candidate),
+        compact_bytes=files.compact_bytes(candidate),
         onnx_bytes=size,
     )
 
@@ -193,49 +195,55 @@ class Files:
         self._folder = folder
         self._onnx: dict[str, Path | str] = {}
 
-    def plain_bytes(self, case: Case) -> int:
+    def plain_bytes(self, candidate: Candidate) -> int:
         """Returns the size of a plain safetensors file."""
-        path = self._path(case, "plain.safetensors")
-        save_model(case.model, path)
+        path = self._path(candidate, "plain.safetensors")
+        save_model(candidate.model, path)
         return _size_and_remove(path)
 
-    def compact_bytes(self, case: Case) -> int:
+    def compact_bytes(self, candidate: Candidate) -> int:
         """Returns the size of a compact file."""
-        if case.file_bytes is not None:
-            return case.file_bytes
-        path = self._path(case, "compact.safetensors")
-        said = None if case.operator is None else str(case.operator)
-        artifact.save(case.model, path, operator=said)
+        if candidate.file_bytes is not None:
+            return candidate.file_bytes
+        path = self._path(candidate, "compact.safetensors")
+        said = None if candidate.operator is None else str(candidate.operator)
+        artifact.save(candidate.model, path, operator=said)
         return _size_and_remove(path)
 
-    def onnx(self, case: Case, example: Tensor) -> Path:
+    def onnx(self, candidate: Candidate, example: Tensor) -> Path:
         """Returns the ONNX file of a model for inputs of the shape of `example`, in any number.
 
         Raises:
             UnableError: saying why there is none.
         """
-        path = self._path(case, f"{'x'.join(map(str, example.shape[1:]))}.onnx")
+        path = self._path(candidate, f"{'x'.join(map(str, example.shape[1:]))}.onnx")
         if path.name not in self._onnx:
-            self._onnx[path.name] = self._export(case, example, path)
+            self._onnx[path.name] = self._export(candidate, example, path)
         found = self._onnx[path.name]
         if isinstance(found, str):
             raise UnableError(found)
         return found
 
-    def _export(self, case: Case, example: Tensor, path: Path) -> Path | str:
+    def _export(self, candidate: Candidate, example: Tensor, path: Path) -> Path | str:
         """Returns the file, or why there is none."""
         try:
             from torchcram.runtime.onnx import export_onnx
 
-            export_onnx(case.model, path, (example,), operator=case.operator, weights=case.weights)
+            export_onnx(
+                candidate.model,
+                path,
+                (example,),
+                operator=candidate.operator,
+                weights=candidate.weights,
+            )
         except ImportError as error:
             return f'{error.name} is missing: pip install "torchcram[export]"'
         except ValueError as error:
             return str(error).splitlines()[0]
         return path
 
-    def _path(self, case: Case, kind: str) -> Path:
-        return self._folder / f"{re.sub('[^A-Za-z0-9.+-]', '-', case.target)}.{kind}"
+    def _path(self, candidate: Candidate, kind: str) -> Path:
+        return self._folder / f"{re.sub('[^A-Za-z0-9.+-]', '-', candidate.target)}.{kind}"
 
 
 def _size_and_remove(path: Path) -> int:

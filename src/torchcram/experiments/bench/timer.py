@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from torchcram.experiments.bench.engines import Engine, Ready, UnableError
+from torchcram.experiments.bench.engines import Engine, PreparedRun, UnableError
 from torchcram.experiments.bench.record import Times, Timing
 
 if TYPE_CHECKING:
-    from torchcram.experiments.bench.candidates import Case
+    from torchcram.experiments.bench.candidates import Candidate
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -87,16 +87,16 @@ def summary(times: Sequence[float]) -> Times:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _Attempt:
     """What there is to time, how far off its outputs are, and what there is to say."""
 
-    ready: Ready | None
+    prepared: PreparedRun | None
     error: float | None
     note: str
 
 
 def timings_of(
-    cases: Sequence[Case],
+    candidates: Sequence[Candidate],
     engines: Sequence[Engine],
     example: Tensor,
     *,
@@ -108,7 +108,7 @@ def timings_of(
     """Times every engine with every model.
 
     Args:
-        cases: the models.
+        candidates: the models.
         engines: that run them.
         example: the inputs, on the CPU.
         threads: of each engine.
@@ -120,11 +120,11 @@ def timings_of(
         if "torch._dynamo" in sys.modules:  # which takes seconds to import
             torch.compiler.reset()  # few versions of a model are kept; none comes again
         found = {
-            (case.target, engine.name): one
-            for case in cases
-            for engine, one in _prepared(case, engines, example, threads)
+            (candidate.target, engine.name): one
+            for candidate in candidates
+            for engine, one in _attempts(candidate, engines, example, threads)
         }
-        work = {key: one.ready.run for key, one in found.items() if one.ready is not None}
+        work = {key: one.prepared.run for key, one in found.items() if one.prepared is not None}
         times = measure(work, rounds=rounds, seconds=seconds)
     return [
         Timing(target, engine, setting, times.get((target, engine)), one.error, one.note)
@@ -132,31 +132,31 @@ def timings_of(
     ]
 
 
-def _prepared(
-    case: Case, engines: Sequence[Engine], example: Tensor, threads: int
-) -> Iterator[tuple[Engine, _Prepared]]:
+def _attempts(
+    candidate: Candidate, engines: Sequence[Engine], example: Tensor, threads: int
+) -> Iterator[tuple[Engine, _Attempt]]:
     with torch.inference_mode():
-        expected = case.model(example)
+        expected = candidate.model(example)
     for engine in engines:
-        yield engine, _tried(engine, case, expected, example=example, threads=threads)
+        yield engine, _attempt(engine, candidate, expected, example=example, threads=threads)
 
 
-def _tried(
-    engine: Engine, case: Case, expected: Tensor, *, example: Tensor, threads: int
-) -> _Prepared:
+def _attempt(
+    engine: Engine, candidate: Candidate, expected: Tensor, *, example: Tensor, threads: int
+) -> _Attempt:
     try:
-        ready = engine.prepare(case, example, threads)
-        error = difference(expected, ready.run())
+        prepared = engine.prepare(candidate, example, threads)
+        error = difference(expected, prepared.run())
     except UnableError as problem:
-        return _Prepared(None, None, str(problem))
+        return _Attempt(None, None, str(problem))
     except Exception as problem:  # noqa: BLE001  the others go on, whatever it is
         line = (str(problem).strip().splitlines() or [""])[0]
-        return _Prepared(None, None, f"{type(problem).__name__}: {line}"[:SHOWN])
-    note = ready.note
+        return _Attempt(None, None, f"{type(problem).__name__}: {line}"[:SHOWN])
+    note = prepared.note
     if error > NOTICEABLE:
         off = f"outputs off by {100 * error:.2g} % of the largest"
         note = f"{note}; {off}" if note else off
-    return _Prepared(ready, error, note)
+    return _Attempt(prepared, error, note)
 
 
 def difference(expected: Tensor, found: object) -> float:
