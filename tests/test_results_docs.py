@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from torchcram.experiments.evaluation.results import read_results
-from torchcram.report.marked import marked, stale
+from torchcram.report.markdown_tables import marked, stale
 from torchcram.report.results_table import TRAINED_ON
 
 ROOT = Path(__file__).parent.parent

@@ -14,11 +14,11 @@ from rich.console import Console
 from test_runs_page import FRAME, HOSTILE, Page
 
 from torchcram.experiments.bench.record import Setting, write_bench
-from torchcram.report.bench_charts import latency_chart, size_chart
-from torchcram.report.bench_section import read_benches
-from torchcram.report.bench_summary import ms, pareto, rate, size, times
-from torchcram.report.bench_table import size_table, speed_tables
-from torchcram.report.runs_page import runs_page
+from torchcram.report.bench import latency_chart, size_chart
+from torchcram.report.bench import read_benches
+from torchcram.report.bench import ms, pareto, rate, size, times
+from torchcram.report.bench import size_table, speed_tables
+from torchcram.report.runs import runs_page
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from torchcram.experiments.evaluation.results import write_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.report.marked import END, marked, stale, update_files, update_marked
+from torchcram.report.markdown_tables import END, marked, stale, update_files, update_marked
 from torchcram.report.results_table import NOT_RUN, markdown_table, result_table
 from torchcram.report.summary import labels, points, sort_operators, summaries
 

@@ -81,7 +81,7 @@ def bench(
         )
         from torchcram.experiments.bench.record import FILES, write_bench
         from torchcram.experiments.bench.run import Plan, run_bench
-        from torchcram.report.bench_table import size_table, speed_tables
+        from torchcram.report.bench import size_table, speed_tables
 
         def say(line: str) -> None:
             typer.echo(line, err=True)

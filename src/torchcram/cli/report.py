@@ -29,8 +29,8 @@ def report(
     """
     with errors_in_a_line():
         from torchcram.experiments.io.files import write_atomically
-        from torchcram.report.bench_section import read_benches
-        from torchcram.report.runs_page import runs_page
+        from torchcram.report.bench import read_benches
+        from torchcram.report.runs import runs_page
         from torchcram.report.sources import read_sources
 
         results, logs = read_sources(sources)
@@ -57,7 +57,7 @@ def results(
 ) -> None:
     """Show all results; or write the tables in Markdown files from them, or check these."""
     with errors_in_a_line():
-        from torchcram.report.marked import stale, update_files
+        from torchcram.report.markdown_tables import stale, update_files
 
         if write and check:
             raise UsageError("--write and --check do not go together")

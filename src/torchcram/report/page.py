@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from torchcram.report.table import NOTICEABLE, deployed_cells, percent, points
-from torchcram.report.template import render
+from torchcram.report.runs import render
 
 if TYPE_CHECKING:
     from torchcram.experiments.demo_result import DemoResult
