@@ -38,7 +38,7 @@ def test_what_a_page_cannot_be_made_of_is_named(run):
     (run / "result.json").unlink()
     assert f"train it to its end, or `torchcram compress {run}`" in fail("report", run)
     Path("empty").mkdir()
-    assert "empty is neither the folder of a run nor one of results" in fail("report", "empty")
+    assert "empty is neither a run folder nor a folder of results" in fail("report", "empty")
     assert "missing.json" in fail("report", "missing.json")
     Path("bad.json").write_text("{}")
     assert "bad.json: task is missing" in fail("report", "bad.json")

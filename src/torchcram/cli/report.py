@@ -29,9 +29,8 @@ def report(
     """
     with errors_in_a_line():
         from torchcram.experiments.io.files import write_atomically
-        from torchcram.report.bench import read_benches
         from torchcram.report.runs import runs_page
-        from torchcram.report.sources import read_sources
+        from torchcram.report.sources import read_benches, read_sources
 
         results, logs = read_sources(sources)
         page = runs_page(results, logs=logs, benches=read_benches(sources))

@@ -87,6 +87,33 @@ def speed_tables(bench: Bench) -> Sequence[Table]:
     return [_speed_table(bench, setting) for setting in range(len(bench.settings))]
 
 
+def overview_table(bench: Bench, setting: int = 0) -> Table:
+    """Returns a row per model: its compact file, and the time of every engine in one setting."""
+    base = bench.baseline(setting)
+    table = Table(
+        title=Text(f"{bench.title}: compact files in MB, and times in ms"),
+        caption=f"{bench.settings[setting]}; smaller: against the plain file of the dense model"
+        + ("" if base is None else f"\nspeed: against {base.engine} on the dense model"),
+    )
+    table.add_column("model", no_wrap=True)
+    for column in ("file", "smaller", *bench.engines, "speed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    dense = bench.subjects[0]
+    for model in bench.subjects:
+        timings = [bench.timing(model.target, engine, setting) for engine in bench.engines]
+        best = fastest(timing for timing in timings if timing is not None)
+        speed = None if best is None else bench.ratio(best)
+        table.add_row(
+            Text(model.target),
+            size(model.compact_bytes),
+            times(dense.plain_bytes / model.compact_bytes),
+            *("" if t is None or t.times is None else ms(t.times.median) for t in timings),
+            "" if speed is None else times(speed),
+            end_section=model is dense,
+        )
+    return table
+
+
 def _speed_table(bench: Bench, index: int) -> Table:
     setting, base = bench.settings[index], bench.baseline(index)
     shape = "x".join(map(str, setting.shape))

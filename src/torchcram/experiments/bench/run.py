@@ -43,13 +43,15 @@ class Plan:
         engines: their names.
         batches: sizes.
         threads: counts; each goes with every batch size.
-        rounds: None for 25, or fewer where they take long.
+        rounds: Number of timed rounds; None for 25, or fewer where they take long.
+        onnx_size: Whether the sizes of ONNX files are measured where models can be exported.
     """
 
     engines: tuple[str, ...]
     batches: tuple[int, ...]
     threads: tuple[int, ...]
     rounds: int | None = None
+    onnx_size: bool = True
 
     def __post_init__(self) -> None:
         for key in ("batches", "threads"):
@@ -119,16 +121,18 @@ def run_bench(
         versions=_versions(),
         settings=tuple(settings),
         subjects=tuple(
-            _model_record(candidate, files, examples[plan.batches[0]]) for candidate in candidates
+            _model_record(candidate, files, examples[plan.batches[0]] if plan.onnx_size else None)
+            for candidate in candidates
         ),
         timings=tuple(timings),
     )
 
 
-def _model_record(candidate: Candidate, files: Files, example: Tensor) -> ModelRecord:
+def _model_record(candidate: Candidate, files: Files, example: Tensor | None) -> ModelRecord:
     size = None
-    with suppress(UnableError):
-        size = files.onnx(candidate, example).stat().st_size
+    if example is not None:
+        with suppress(UnableError):
+            size = files.onnx(candidate, example).stat().st_size
     return ModelRecord(
         target=candidate.target,
         sparsity=candidate.sparsity,

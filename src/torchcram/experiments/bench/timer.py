@@ -116,7 +116,7 @@ def timings_of(
         rounds: as `measure` has it.
         seconds: likewise.
     """
-    with _threads(threads):
+    with torch_threads(threads):
         if "torch._dynamo" in sys.modules:  # which takes seconds to import
             torch.compiler.reset()  # few versions of a model are kept; none comes again
         found = {
@@ -180,7 +180,8 @@ def difference(expected: Tensor, found: object) -> float:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """Sets the number of threads that torch uses for a `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
