@@ -92,8 +92,8 @@ def overview_table(bench: Bench, setting: int = 0) -> Table:
     base = bench.baseline(setting)
     table = Table(
         title=Text(f"{bench.title}: compact files in MB, and times in ms"),
-        caption=f"{bench.settings[setting]}; smaller: against the plain file of the dense model"
-        + ("" if base is None else f"\nspeed: against {base.engine} on the dense model"),
+        caption=f"{bench.settings[setting]}\nsmaller: against the plain file of the dense model"
+        + ("" if base is None else f"\nspeed: fastest engine against {base.engine} on dense"),
     )
     table.add_column("model", no_wrap=True)
     for column in ("file", "smaller", *bench.engines, "speed"):

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 PICTURE, PAGE, TABLE = "picture.png", "page.html", "table.md"
 TITLE = "Train once, compress to any size"
 
-# told apart by colour-blind readers, and in print by marker and line style
+# as on the page; distinct for colour-blind readers, and in print by marker and line style
 STYLES = (
-    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
     {"color": "#0072B2", "marker": "o", "linestyle": "-"},
+    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
 )
 GREY = "#555555"
 
