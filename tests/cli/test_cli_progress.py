@@ -6,8 +6,8 @@ import pytest
 import rich.console
 from rich.table import Table
 
+from torchcram.cli.output import show
 from torchcram.cli.progress import Style, hear, watching
-from torchcram.cli.tables import show
 from torchcram.experiments.training.log import EpochRecord
 
 RECORD = EpochRecord(

@@ -70,8 +70,7 @@ def bench(
     with errors_in_a_line():
         import torch
 
-        from torchcram.cli.output import result_output
-        from torchcram.cli.tables import show
+        from torchcram.cli.output import result_output, show
         from torchcram.experiments.bench.candidates import open_source
         from torchcram.experiments.bench.engines import (
             CPU_ENGINES,

@@ -64,9 +64,8 @@ def compress(
     Pruners (obs@..., wanda@..., sparsegpt@...) look at training batches first.
     """
     with errors_in_a_line():
-        from torchcram.cli.output import result_output
+        from torchcram.cli.output import result_output, show
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show
         from torchcram.experiments.evaluation.results import write_result
         from torchcram.experiments.evaluation.results_store import (
             RESULT,

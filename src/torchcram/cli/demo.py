@@ -30,8 +30,8 @@ def demo(
     downloads nothing and needs no GPU. Stopped at any moment, the same command continues.
     """
     with errors_in_a_line(needs="the demo", extra="demo"), stoppable():
+        from torchcram.cli.output import show
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show
         from torchcram.experiments.demo import run_demo
         from torchcram.report.bench import overview_table
         from torchcram.report.demo import write_demo

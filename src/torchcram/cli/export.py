@@ -70,9 +70,8 @@ def export(
     The format torchcram is the compact one; the others hold the same weights, zeros and all.
     """
     with errors_in_a_line():
-        from torchcram.cli.output import result_output
+        from torchcram.cli.output import result_output, show
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show
         from torchcram.experiments.export import check_export, check_options
         from torchcram.experiments.export import export as write_files
         from torchcram.experiments.training.run_folder import MODEL

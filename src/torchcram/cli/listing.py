@@ -78,7 +78,7 @@ def list_(
         if as_json:
             _print_json(columns, rows)
             return
-        from torchcram.cli.tables import names_table, show
+        from torchcram.cli.output import names_table, show
 
         cells = [tuple(map(str, row)) for row in rows]
         show(names_table(what.value, columns, cells))

@@ -84,7 +84,7 @@ def results(
 
 
 def _show_all(folder: Path) -> None:
-    from torchcram.cli.tables import show
+    from torchcram.cli.output import show
     from torchcram.experiments.evaluation.results import read_results
     from torchcram.report.results_table import result_table
 

@@ -63,8 +63,8 @@ def sweep(
         import json
 
         from torchcram import parse_operator
+        from torchcram.cli.output import show, sweep_table
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show, sweep_table
         from torchcram.experiments.io.files import write_atomically
         from torchcram.experiments.recipe import load_recipe
         from torchcram.experiments.recipe.overrides import with_epochs

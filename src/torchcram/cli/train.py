@@ -71,8 +71,7 @@ def train(
     train each run together.
     """
     with errors_in_a_line(), stoppable():
-        from torchcram.cli.train_parallel import train_together
-        from torchcram.cli.train_runs import TrainOptions, plan, train_in_turn
+        from torchcram.cli.train_runs import TrainOptions, plan, train_in_turn, train_together
         from torchcram.experiments.ranks import joined
 
         if jobs is not None and not parallel:
