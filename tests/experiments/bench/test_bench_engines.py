@@ -221,7 +221,7 @@ def test_infinite_outputs_are_to_be_in_the_same_places():
     [
         ([], "no engine: allowed are torch, "),
         (["torsh"], r"engine 'torsh' \(did you mean 'torch'\?\): allowed are torch, comp"),
-        (["torch", "torch"], "'torch' comes twice"),
+        (["torch", "torch"], "'torch' is named twice"),
     ],
 )
 def test_bad_engines_are_refused(names, said):

@@ -39,15 +39,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A model to be measured.
+    """A model to measure.
 
     Attributes:
-        target: the operator as text, or "dense".
-        model: on the CPU, in eval mode.
-        operator: that it was compressed by.
-        weights: that the operator was for.
-        accuracy: by the metric of its task; None where unknown.
-        file_bytes: of the compact file that it is from, if it is.
+        target: Operator as text, or "dense".
+        model: Model on the CPU, in eval mode.
+        operator: Operator that it was compressed by.
+        weights: Weights that the operator applies to.
+        accuracy: Score by the metric of its task; None where unknown.
+        file_bytes: Size of the compact file that it was read from, if any.
     """
 
     target: str
@@ -67,17 +67,17 @@ def read_targets(targets: Sequence[str]) -> dict[str, Operator]:
     """Returns operators by their texts.
 
     Raises:
-        ValueError: for one that cannot be read, is a range or comes twice.
+        ValueError: If a target cannot be parsed, is a range or is given twice.
     """
-    found: dict[str, Operator] = {}
+    operators: dict[str, Operator] = {}
     for text in targets:
         operator = parse_pruner(text)
         if operator.is_range:
             raise ValueError(f"target {text!r} is a range; a target is one operator")
-        if str(operator) in found:
+        if str(operator) in operators:
             raise ValueError(f"target {str(operator)!r} comes twice")
-        found[str(operator)] = operator
-    return found
+        operators[str(operator)] = operator
+    return operators
 
 
 def candidates_of_run(
@@ -89,15 +89,15 @@ def candidates_of_run(
     known: Mapping[str, float] | None,
     report: Report,
 ) -> Iterator[Candidate]:
-    """Yields the dense model, and copies of it compressed in one shot, batch norm tuned.
+    """Yields the dense model, and copies of it compressed in one shot with batch norm tuned.
 
     Args:
-        trained: of the run.
-        data: that it was trained and tested on.
-        targets: operators as text.
-        device: that compresses and tests.
-        known: accuracies that need not be measured, by target; None measures nothing at all.
-        report: called with a line before something that takes long.
+        trained: Finished training.
+        data: Dataset that it was trained and tested on.
+        targets: Operators as text.
+        device: Device that compresses and tests.
+        known: Accuracies that are known already, by target; None to measure no accuracy at all.
+        report: Function that is called with a line of text before slow work.
     """
     recipe = trained.recipe
     dense = copy.deepcopy(trained.model).to(CPU, memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
@@ -128,23 +128,23 @@ def one_shot_model(
 
 
 def known_accuracies(folder: Path, trained: Trained) -> dict[str, float]:
-    """Returns what the result in the folder of a run says of targets, if it is of this training."""
+    """Returns accuracies by target from the result in a run folder, if it is of this training."""
     try:
         result = read_result(folder / RESULT)
     except (OSError, ValueError):
         return {}
     for seed in result.seeds:
         if (seed.seed, seed.dense) == (trained.info.seed, trained.finished.accuracy):
-            return {one.operator: one.after for one in seed.targets}
+            return {target.operator: target.after for target in seed.targets}
     return {}
 
 
 class Source(Protocol):
-    """Where models come from."""
+    """A source of models to measure."""
 
     @property
     def recipe(self) -> Recipe:
-        """That the models were trained by."""
+        """The recipe that the models were trained by."""
 
     def candidates(
         self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
@@ -152,16 +152,16 @@ class Source(Protocol):
         """Yields the models, the dense one first.
 
         Args:
-            data: that they are tested on.
-            device: that compresses and tests.
-            accuracy: whether it is to be known.
-            report: called with a line before something that takes long.
+            data: Dataset that they are tested on.
+            device: Device that compresses and tests.
+            accuracy: Whether the accuracy is measured where it is not known.
+            report: Function that is called with a line of text before slow work.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class RunSource:
-    """The folder of a run, and what to compress its model to."""
+    """A run folder, and the targets to compress its model to."""
 
     folder: Path
     recipe: Recipe
@@ -197,7 +197,7 @@ class FileSource:
     ) -> Iterator[Candidate]:
         """Yields a model of the same layers with initial weights, and the one in the file.
 
-        The dense one is there to be timed; how good it was, and the other is, the file says.
+        The dense model is only timed; the accuracies of both come from the file.
         """
         metrics = self.manifest.metadata.get("metrics", {}) if accuracy else {}
         dense, small = self._model(data), self._model(data)
@@ -216,14 +216,14 @@ class FileSource:
 
 
 def open_source(path: Path, targets: Sequence[str]) -> Source:
-    """Returns the source that a path is.
+    """Returns the source at a path.
 
     Args:
-        path: a folder or a file.
-        targets: to compress to; none for those of the recipe. A file has its own.
+        path: Run folder or compact file.
+        targets: Targets to compress to; none for those of the recipe. A file has its own.
 
     Raises:
-        ValueError: naming the path, if it is neither, or the targets are not allowed.
+        ValueError: If the path is neither, or the targets are not allowed; the message names it.
     """
     if path.is_dir():
         from torchcram.experiments.recipe.overrides import with_targets
@@ -233,13 +233,13 @@ def open_source(path: Path, targets: Sequence[str]) -> Source:
         recipe = with_targets(recipe, targets) if targets else recipe
         return RunSource(path, recipe, recipe.compress.to)
     if not path.exists():
-        raise ValueError(f"{path} is neither the folder of a run nor a compact file")
+        raise ValueError(f"{path} is neither a run folder nor a compact file")
     if targets:
         raise ValueError(f"--to {targets[0]}: {path} is compressed already; give a run folder")
     manifest = artifact.read_manifest(path)
     recipe_in_file = manifest.metadata.get("recipe")
     if not isinstance(recipe_in_file, dict):
-        raise ValueError(f"{path} does not say what recipe it is of, as `torchcram export` does")
+        raise ValueError(f"{path} has no recipe in it, as files of `torchcram export` have")
     return FileSource(path, Recipe.from_dict(recipe_in_file, str(path)), manifest)
 
 

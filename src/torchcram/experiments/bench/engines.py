@@ -28,16 +28,16 @@ DTYPE = torch.bfloat16  # on a GPU
 
 
 class UnableError(Exception):
-    """An engine cannot run a model; the text says why."""
+    """An engine cannot run a model; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """An engine that can run a model.
+    """A model that an engine has prepared to run.
 
     Attributes:
-        run: computes the outputs, and returns when it has them.
-        note: what there is to say.
+        run: Function that computes the outputs, and returns when they are there.
+        note: Remark for the table.
     """
 
     run: Work
@@ -45,17 +45,22 @@ class PreparedRun:
 
 
 class Engine(Protocol):
-    """Makes models ready to run."""
+    """Something that prepares models to run."""
 
     @property
     def name(self) -> str:
-        """Of the engine."""
+        """Name of the engine."""
 
     def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
-        """Returns how to run a model on the example, by so many threads; torch has these already.
+        """Prepares a model to run on the example.
+
+        Args:
+            candidate: Model to run; it stays unchanged.
+            example: Inputs, on the CPU.
+            threads: Number of threads, which torch has been set to already.
 
         Raises:
-            UnableError: if it cannot.
+            UnableError: If the engine cannot run the model.
         """
 
 
@@ -66,13 +71,13 @@ class Torch:
     name: str = "torch"
 
     def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
-        """Takes the model as it is."""
+        """Runs the model as it is."""
         return PreparedRun(_inference(candidate.model, example))
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """torch.compile with inductor, for the shape and the threads in use."""
+    """torch.compile with inductor, for the shape and the number of threads in use."""
 
     name: str = "compiled"
 
@@ -86,7 +91,8 @@ class OnnxRuntime:
     """ONNX Runtime on the CPU.
 
     Attributes:
-        file: gives the ONNX file of a model for inputs of a shape; raises UnableError.
+        file: Function that returns the ONNX file of a model for inputs of a shape, or raises
+            UnableError.
     """
 
     file: Callable[[Candidate, Tensor], Path]
@@ -103,38 +109,38 @@ class OnnxRuntime:
         options.log_severity_level = 3  # errors only
         # integers become floats when the file is loaded, rather than in every run
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        # its threads would go on spinning in the turn of whoever comes next
+        # its threads would go on spinning while the next engine is timed
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             self.file(candidate, example), options, providers=["CPUExecutionProvider"]
         )
-        given = {session.get_inputs()[0].name: example.numpy()}
-        return PreparedRun(lambda: session.run(None, given)[0])
+        inputs = {session.get_inputs()[0].name: example.numpy()}
+        return PreparedRun(lambda: session.run(None, inputs)[0])
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Sparse kernels where they pay, `torchcram.runtime.prepare`.
+    """Sparse CPU kernels where they are faster, by `torchcram.runtime.prepare`.
 
     Attributes:
-        compiled: whether the rest of the model is compiled around them.
+        compiled: Whether the rest of the model is compiled around them.
     """
 
     compiled: bool = False
 
     @property
     def name(self) -> str:
-        """Of the engine."""
+        """Name of the engine."""
         return "torchcram-compiled" if self.compiled else "torchcram"
 
     def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
-        """Measures every layer, and exchanges those that get faster."""
+        """Times every layer, and replaces those that get faster."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are no kernels, the note says
+            warnings.simplefilter("ignore")  # the note says that there are no kernels
             built = runtime.available()
         fast = runtime.prepare(candidate.model, example)
         layers = runtime.report(fast)
-        sparse = sum(one.sparse for one in layers)
+        sparse = sum(layer.sparse for layer in layers)
         note = f"{sparse} of {len(layers)} layers sparse"
         if not built:
             note = "no kernels on this machine, all layers dense"
@@ -146,8 +152,8 @@ def cpu_engines(names: Sequence[str], file: Callable[[Candidate, Tensor], Path])
     """Returns engines by their names.
 
     Args:
-        names: of `CPU_ENGINES`.
-        file: as `OnnxRuntime` wants it.
+        names: Names out of `CPU_ENGINES`.
+        file: Function that returns ONNX files, as in `OnnxRuntime`.
     """
     every: list[Engine] = [
         Torch(),
@@ -161,13 +167,13 @@ def cpu_engines(names: Sequence[str], file: Callable[[Candidate, Tensor], Path])
 
 
 def check_engines(names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raises ValueError for an engine that there is not, or that comes twice."""
-    for place, name in enumerate(names):
+    """Raises ValueError for an unknown engine, or one that is named twice."""
+    for index, name in enumerate(names):
         if name not in allowed:
             maybe = did_you_mean(name, allowed)
             raise ValueError(f"engine {name!r}{maybe}: allowed are {', '.join(allowed)}")
-        if name in names[:place]:
-            raise ValueError(f"engine {name!r} comes twice")
+        if name in names[:index]:
+            raise ValueError(f"engine {name!r} is named twice")
     if not names:
         raise ValueError(f"no engine: allowed are {', '.join(allowed)}")
 
@@ -194,13 +200,13 @@ def _compiled(model: nn.Module, example: Tensor, threads: int) -> Work:
 
 @dataclass(frozen=True)
 class GpuTorch:
-    """Eager torch."""
+    """Eager torch on a GPU, in bfloat16."""
 
     device: torch.device
     name: str = "torch"
 
     def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
-        """Takes a copy of the model."""
+        """Runs a copy of the model."""
         return PreparedRun(
             _waiting(_moved(candidate.model, self.device), _fed(example, self.device))
         )
@@ -208,7 +214,7 @@ class GpuTorch:
 
 @dataclass(frozen=True)
 class GpuCompiled:
-    """torch.compile with inductor."""
+    """torch.compile with inductor on a GPU, in bfloat16."""
 
     device: torch.device
     name: str = "compiled"
@@ -223,13 +229,13 @@ class GpuCompiled:
 
 @dataclass(frozen=True)
 class GpuRuntime:
-    """2:4 and integers where they pay, `torchcram.runtime.gpu.prepare_gpu`."""
+    """2:4 and integer kernels where they are faster, by `torchcram.runtime.gpu.prepare_gpu`."""
 
     device: torch.device
     name: str = "torchcram"
 
     def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
-        """Measures every layer, and exchanges those that get faster."""
+        """Times every layer, and replaces those that get faster."""
         from torchcram.runtime.gpu import prepare_gpu
 
         try:
@@ -243,13 +249,13 @@ class GpuRuntime:
                 )
         except ValueError as error:
             raise UnableError(str(error)) from None
-        faster = sum(one.kernel != "dense" for one in layers)
-        note = f"{faster} of {len(layers)} layers exchanged"
+        faster = sum(layer.kernel != "dense" for layer in layers)
+        note = f"{faster} of {len(layers)} layers replaced"
         return PreparedRun(_waiting(fast, _fed(example, self.device)), note)
 
 
 def gpu_engines(names: Sequence[str], device: torch.device) -> list[Engine]:
-    """Returns engines by their names, of `GPU_ENGINES`."""
+    """Returns engines by their names out of `GPU_ENGINES`."""
     every: list[Engine] = [GpuTorch(device), GpuCompiled(device), GpuRuntime(device)]
     known = {engine.name: engine for engine in every}
     return [known[name] for name in names]

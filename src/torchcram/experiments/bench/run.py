@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 ROUNDS = 25
-SECONDS = 60.0  # of the rounds of a setting, about, where their number is not asked for
+SECONDS = 60.0  # of the rounds of a setting, about, where their number is not given
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The measurements of a benchmark.
 
     Attributes:
-        engines: their names.
-        batches: sizes.
-        threads: counts; each goes with every batch size.
+        engines: Names of the engines.
+        batches: Batch sizes.
+        threads: Numbers of threads, each combined with every batch size.
         rounds: Number of timed rounds; None for 25, or fewer where they take long.
         onnx_size: Whether the sizes of ONNX files are measured where models can be exported.
     """
@@ -55,9 +55,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for key in ("batches", "threads"):
-            given = getattr(self, key)
-            if not given or min(given) < 1 or len(set(given)) < len(given):
-                raise ValueError(f"{key} {list(given)}: allowed are positive numbers, each once")
+            values = getattr(self, key)
+            if not values or min(values) < 1 or len(set(values)) < len(values):
+                raise ValueError(f"{key} {list(values)}: allowed are positive numbers, each once")
         if self.rounds is not None and self.rounds < 1:
             raise ValueError(f"rounds {self.rounds}: allowed is a positive number")
 
@@ -74,19 +74,19 @@ def run_bench(
 ) -> Bench:
     """Measures models side by side.
 
-    What an engine cannot run has a note instead of times.
+    A model that an engine cannot run has a note instead of times.
 
     Args:
         candidates: Models, the dense one first; iterated only after all else has been checked.
-        recipe: that they were trained by.
-        data: whose test split they are run on.
-        plan: what to measure.
-        device: a CPU or a GPU.
-        folder: for files that are needed meanwhile.
-        report: called with a line before something that takes long.
+        recipe: Recipe that the models were trained by.
+        data: Dataset whose test split they are run on.
+        plan: Measurements to make.
+        device: Device of the engines, a CPU or a GPU.
+        folder: Folder for temporary files.
+        report: Function that is called with a line of text before slow work.
 
     Raises:
-        ValueError: if a batch is larger than the test split.
+        ValueError: If a batch is larger than the test split.
     """
     files = Files(folder)
     gpu = device.type == "cuda"
@@ -99,14 +99,14 @@ def run_bench(
     ]
     candidates = list(candidates)
     timings: list[Timing] = []
-    for place, setting in enumerate(settings):
+    for index, setting in enumerate(settings):
         report(f"{setting}: {len(candidates)} models with {len(engines)} engines, side by side")
         timings += timings_of(
             candidates,
             engines,
             examples[setting.batch],
             threads=setting.threads,
-            setting=place,
+            setting=index,
             rounds=plan.rounds or ROUNDS,
             seconds=None if plan.rounds else SECONDS,
         )
@@ -144,25 +144,25 @@ def _model_record(candidate: Candidate, files: Files, example: Tensor | None) ->
 
 
 def _versions() -> dict[str, str]:
-    found = versions()
+    packages = versions()
     with suppress(importlib.metadata.PackageNotFoundError):
-        found["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    return found
+        packages["onnxruntime"] = importlib.metadata.version("onnxruntime")
+    return packages
 
 
 def example_batch(recipe: Recipe, data: AnyData, size: int) -> Tensor:
-    """Returns inputs as the model gets them, on the CPU.
+    """Returns a batch of test inputs as the model gets them, on the CPU.
 
-    Images are the first ones. Texts are those whose length is in the middle of all, without more
-    padding than the longest of them needs.
+    Images are the first ones of the test split. Texts are those of medium length, padded to the
+    longest of them.
 
     Args:
-        recipe: how they are read.
-        data: whose test split they are from.
-        size: how many.
+        recipe: Recipe that says how inputs are read.
+        data: Dataset whose test split they are from.
+        size: Batch size.
 
     Raises:
-        ValueError: if there are not as many.
+        ValueError: If the test split is smaller than the batch.
     """
     if not 1 <= size <= len(data.test):
         unit = "sequences" if isinstance(data, TextSet) else "images"
@@ -192,7 +192,7 @@ class Files:
     """Files of models in a folder, each written once.
 
     Args:
-        folder: to write into.
+        folder: Folder that the files are written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -210,26 +210,26 @@ class Files:
         if candidate.file_bytes is not None:
             return candidate.file_bytes
         path = self._path(candidate, "compact.safetensors")
-        said = None if candidate.operator is None else str(candidate.operator)
-        artifact.save(candidate.model, path, operator=said)
+        operator = None if candidate.operator is None else str(candidate.operator)
+        artifact.save(candidate.model, path, operator=operator)
         return _size_and_remove(path)
 
     def onnx(self, candidate: Candidate, example: Tensor) -> Path:
-        """Returns the ONNX file of a model for inputs of the shape of `example`, in any number.
+        """Returns the ONNX file of a model for inputs shaped as `example`, with any batch size.
 
         Raises:
-            UnableError: saying why there is none.
+            UnableError: If the model cannot be exported; the message is the reason.
         """
         path = self._path(candidate, f"{'x'.join(map(str, example.shape[1:]))}.onnx")
         if path.name not in self._onnx:
             self._onnx[path.name] = self._export(candidate, example, path)
-        found = self._onnx[path.name]
-        if isinstance(found, str):
-            raise UnableError(found)
-        return found
+        exported = self._onnx[path.name]
+        if isinstance(exported, str):
+            raise UnableError(exported)
+        return exported
 
     def _export(self, candidate: Candidate, example: Tensor, path: Path) -> Path | str:
-        """Returns the file, or why there is none."""
+        """Returns the file, or the reason why there is none."""
         try:
             from torchcram.runtime.onnx import export_onnx
 

@@ -26,8 +26,8 @@ Work = Callable[[], object]
 WARM_UP = 2  # rounds that do not count
 LEAST = 5  # rounds, however long they take
 SAMPLE = 0.005  # seconds that the calls of a turn take together, at least
-SHOWN = 160  # characters of what another library says went wrong
-NOTICEABLE = 1e-3  # of the largest output
+SHOWN = 160  # characters of the message of an unexpected error
+NOTICEABLE = 1e-3  # error, relative to the largest output, that the note mentions
 
 
 def measure(
@@ -37,22 +37,25 @@ def measure(
     seconds: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Times]:
-    """Times everything in turns, so that whatever else the machine does meets all alike.
+    """Times functions in turns, so that other load on the machine affects all of them alike.
 
-    Every turn begins with a call that does not count: threads of the engine before may still be
-    waiting for more. Short calls are repeated until they can be timed, and a turn counts with their
-    mean. Each round begins with another one.
+    Every turn begins with a call that does not count, because threads of the previous engine may
+    still be spinning. Short calls are repeated until they can be timed, and their mean counts. Each
+    round begins with another function.
 
     Args:
-        work: what to call; it returns when it is done.
-        rounds: how many count, at most.
-        seconds: after which no further round begins, but for the first few.
-        clock: in seconds.
+        work: Functions to time, which return when they are done.
+        rounds: Largest number of rounds that count.
+        seconds: Time after which no further round begins, except the first few.
+        clock: Function that returns the time in seconds.
+
+    Raises:
+        ValueError: If `rounds` is not positive.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds!r} is not a positive number")
     keys = list(work)
-    found: dict[Key, list[float]] = {key: [] for key in keys}
+    samples: dict[Key, list[float]] = {key: [] for key in keys}
     begin = clock()
     for turn in range(WARM_UP + rounds):
         late = seconds is not None and clock() - begin > seconds
@@ -62,12 +65,12 @@ def measure(
         for key in (*keys[first:], *keys[:first]):
             taken = _sample(work[key], clock)
             if turn >= WARM_UP:
-                found[key].append(taken)
-    return {key: summary(times) for key, times in found.items()}
+                samples[key].append(taken)
+    return {key: summary(times) for key, times in samples.items()}
 
 
 def _sample(call: Work, clock: Callable[[], float]) -> float:
-    """Returns the milliseconds of a call, the mean over as many as it takes."""
+    """Returns the milliseconds of a call, the mean over as many calls as it takes."""
     call()
     count, begin = 0, clock()
     while True:
@@ -88,7 +91,7 @@ def summary(times: Sequence[float]) -> Times:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What there is to time, how far off its outputs are, and what there is to say."""
+    """An engine's attempt to prepare a model: the run, the error of its outputs, and a note."""
 
     prepared: PreparedRun | None
     error: float | None
@@ -108,27 +111,27 @@ def timings_of(
     """Times every engine with every model.
 
     Args:
-        candidates: the models.
-        engines: that run them.
-        example: the inputs, on the CPU.
-        threads: of each engine.
-        setting: place of the setting, for the record.
-        rounds: as `measure` has it.
-        seconds: likewise.
+        candidates: Models to run.
+        engines: Engines that run them.
+        example: Inputs, on the CPU.
+        threads: Number of threads of each engine.
+        setting: Index of the setting, for the record.
+        rounds: Largest number of timed rounds.
+        seconds: Time after which no further round begins; see `measure`.
     """
     with torch_threads(threads):
         if "torch._dynamo" in sys.modules:  # which takes seconds to import
-            torch.compiler.reset()  # few versions of a model are kept; none comes again
-        found = {
-            (candidate.target, engine.name): one
+            torch.compiler.reset()  # few versions of a model are kept, and none is used again
+        attempts = {
+            (candidate.target, engine.name): attempt
             for candidate in candidates
-            for engine, one in _attempts(candidate, engines, example, threads)
+            for engine, attempt in _attempts(candidate, engines, example, threads)
         }
-        work = {key: one.prepared.run for key, one in found.items() if one.prepared is not None}
+        work = {key: a.prepared.run for key, a in attempts.items() if a.prepared is not None}
         times = measure(work, rounds=rounds, seconds=seconds)
     return [
-        Timing(target, engine, setting, times.get((target, engine)), one.error, one.note)
-        for (target, engine), one in found.items()
+        Timing(*key, setting, times.get(key), attempt.error, attempt.note)
+        for key, attempt in attempts.items()
     ]
 
 
@@ -149,7 +152,7 @@ def _attempt(
         error = difference(expected, prepared.run())
     except UnableError as problem:
         return _Attempt(None, None, str(problem))
-    except Exception as problem:  # noqa: BLE001  the others go on, whatever it is
+    except Exception as problem:  # noqa: BLE001  the other engines go on, whatever it is
         line = (str(problem).strip().splitlines() or [""])[0]
         return _Attempt(None, None, f"{type(problem).__name__}: {line}"[:SHOWN])
     note = prepared.note
@@ -159,24 +162,24 @@ def _attempt(
     return _Attempt(prepared, error, note)
 
 
-def difference(expected: Tensor, found: object) -> float:
+def difference(expected: Tensor, outputs: object) -> float:
     """Returns the largest difference, as a fraction of the largest finite magnitude.
 
     Args:
-        expected: outputs of eager torch.
-        found: those of an engine: a tensor on any device, or an array.
+        expected: Outputs of eager torch.
+        outputs: Outputs of an engine: a tensor on any device, or an array.
 
     Raises:
-        UnableError: if they are of another shape, or not finite elsewhere.
+        UnableError: If the shapes differ, or other elements are not finite.
     """
-    given = torch.as_tensor(found).detach().to("cpu", expected.dtype)
+    actual = torch.as_tensor(outputs).detach().to("cpu", expected.dtype)
     finite = expected.isfinite()
-    if given.shape != expected.shape or not bool((given.isfinite() == finite).all()):
+    if actual.shape != expected.shape or not bool((actual.isfinite() == finite).all()):
         raise UnableError("its outputs are not those of torch")
     if not bool(finite.any()):
         return 0.0
     largest = float(expected[finite].abs().max())
-    return float((given - expected)[finite].abs().max()) / max(largest, 1e-30)
+    return float((actual - expected)[finite].abs().max()) / max(largest, 1e-30)
 
 
 @contextmanager
