@@ -34,28 +34,30 @@ def bench(
     to: Targets = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, show_default="1 16", help="Samples at a time. Repeatable."),
+        typer.Option(min=1, show_default="1 16", help="Batch size. Repeatable."),
     ] = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option(min=1, show_default="those of torch", help="Of every engine. Repeatable."),
+        typer.Option(min=1, show_default="that of torch", help="Number of threads. Repeatable."),
     ] = None,
     engines: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
             show_default="all but the last",
-            help="Joined by commas: torch, compiled, onnxruntime, torchcram, torchcram-compiled; "
-            "on a GPU torch, compiled, torchcram.",
+            help="Engines, separated by commas: torch, compiled, onnxruntime, torchcram, "
+            "torchcram-compiled; on a GPU torch, compiled, torchcram.",
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, show_default="25, fewer if they take long", help="Of measuring."),
+        typer.Option(min=1, show_default="25, fewer if slow", help="Number of timed rounds."),
     ] = None,
     accuracy: Annotated[
         bool,
-        typer.Option("--accuracy/--no-accuracy", help="Test what result.json does not have."),
+        typer.Option(
+            "--accuracy/--no-accuracy", help="Test models whose accuracy is not in result.json."
+        ),
     ] = True,
     json: ResultFile = None,
     data: DataFolder = DATA,
@@ -65,7 +67,7 @@ def bench(
     """Measure models side by side: accuracy, file sizes, latency and throughput.
 
     The dense model and each target run in every engine, in turns, on real test data. The result is
-    also kept in the run folder, where `torchcram report` finds it.
+    also written to the run folder, where `torchcram report` finds it.
     """
     with errors_in_a_line():
         import torch

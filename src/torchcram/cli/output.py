@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = Path("-")
 
 Write = Callable[["DataclassInstance"], None]
-"""Writes a result as JSON and says where."""
+"""Writes a result as JSON and prints the path."""
 
 
 @contextmanager
 def result_output(path: Path | None) -> Iterator[Write]:
-    """Opens what --json names, for a `with` block that shows and writes a result.
+    """Opens the output that --json names, for a `with` block that shows and writes a result.
 
-    With `-` the JSON is all that standard output gets: whatever else the block prints, tables and
-    what libraries have to say too, goes to standard error.
+    With `-`, standard output holds the JSON alone: everything else that the block prints, tables
+    and messages of libraries included, goes to standard error.
 
     Args:
-        path: Path of the file, `-`, or None for none at all. A folder that is not there is made at
-            once, so that a command fails before the work rather than after it.
+        path: Path of the file, `-`, or None for no output. A missing folder is created at once, so
+            that a command fails before the work rather than after it.
     """
     from torchcram.experiments.io import json_text
     from torchcram.experiments.io.files import naming_errors, write_atomically
@@ -60,15 +60,15 @@ def result_output(path: Path | None) -> Iterator[Write]:
         yield to_output
 
 
-WIDEST = 1000  # characters, where nothing limits a table
+WIDEST = 1000  # characters of a table that nothing limits
 
 
 def show(table: Table, narrow: Table | None = None) -> None:
-    """Prints a table; in a pipe or a file as wide as it is.
+    """Prints a table; into a pipe or a file at its full width.
 
     Args:
-        table: to print.
-        narrow: to print instead on a terminal that is too small for the other.
+        table: Table to print.
+        narrow: Table to print instead on a terminal that is too narrow for the other.
     """
     from rich.console import Console
 
@@ -82,20 +82,20 @@ def show(table: Table, narrow: Table | None = None) -> None:
 
 
 def names_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Returns rows whose first column is a name, never broken."""
+    """Returns a table whose first column holds names, which are never wrapped."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title)
-    for place, column in enumerate(header):
-        table.add_column(column, no_wrap=place == 0)
+    for index, column in enumerate(header):
+        table.add_column(column, no_wrap=index == 0)
     for row in rows:
         table.add_row(*map(Text, row))
     return table
 
 
 def derived_table(derived: Derived) -> Table:
-    """Returns the way from the finished model to the fine-tuned one."""
+    """Returns a row per stage from the trained model to the fine-tuned one."""
     from rich.table import Table
     from rich.text import Text
 
@@ -126,20 +126,20 @@ def derived_table(derived: Derived) -> Table:
 
 
 def grid_table(grid: Grid) -> Table:
-    """Returns the settings of fine-tuning that were tried, best first, and those that failed."""
+    """Returns the settings of fine-tuning that were tried, best first, then the failed ones."""
     from rich.table import Table
     from rich.text import Text
 
     metric = grid.tried[0].derived.trained.recipe.metric
     table = Table(
-        title=f"{metric} in % on what was held out",
-        caption="the first was chosen",
+        title=f"{metric} in % on the held-out samples",
+        caption="the first row was chosen",
     )
     table.add_column("settings")
     for column in (metric, "rounds"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in grid.tried:
-        table.add_row(Text(" ".join(one.overrides)), percent(one.held_out), str(one.rounds))
+    for tried in grid.tried:
+        table.add_row(Text(" ".join(tried.overrides)), percent(tried.held_out), str(tried.rounds))
     for overrides in grid.failed:
         table.add_row(Text(" ".join(overrides)), "failed", "")
     return table
@@ -149,24 +149,24 @@ def sweep_table(points: Sequence[Point], score: Sequence[str], *, targets: bool)
     """Returns the points of a sweep, best first.
 
     Args:
-        points: sorted.
-        score: the operators that were scored on; none for all targets.
-        targets: whether to have a column for every one.
+        points: Points, best first.
+        score: Operators that were scored on; none for all targets.
+        targets: Whether there is a column for every target.
     """
     from rich.table import Table
     from rich.text import Text
 
-    found = dict.fromkeys(operator for point in points for operator in point.targets)
-    operators = list(found) if targets else []
+    measured = dict.fromkeys(operator for point in points for operator in point.targets)
+    operators = list(measured) if targets else []
     table = Table(
-        title="Accuracy in % on the tenth of the training set that was held out",
+        title="Accuracy in % on the held-out tenth of the training set",
         caption=f"score: mean after batch-norm tuning over {', '.join(score) or 'all targets'}",
     )
     table.add_column("settings")
     for column in ("score", "dense", *operators):
         table.add_column(Text(column), justify="right", no_wrap=True)
     for point in points:
-        values = [point.score, point.dense, *(point.targets.get(one) for one in operators)]
+        values = [point.score, point.dense, *(point.targets.get(name) for name in operators)]
         cells = ["failed" if value is None else percent(value) for value in values]
         table.add_row(Text(" ".join(point.overrides)), *cells)
     return table

@@ -30,8 +30,8 @@ def result_table(result: Result) -> Table:
     )
     table.add_column("target", no_wrap=True)
     targets = [target for seed in result.seeds for target in seed.targets]
-    measured = [record.others or {} for record in (*result.seeds, *targets)]
-    others = list(dict.fromkeys(name for metrics in measured for name in metrics))
+    measured = [seed.others for seed in result.seeds] + [target.others for target in targets]
+    others = list(dict.fromkeys(name for metrics in measured for name in metrics or ()))
     scores = ("as is", "BNT") if tuned else (result.metric,)
     timed = any(target.seconds is not None for target in targets)
     for column in ("sparsity", "of all", *scores, "vs dense", *others, *["seconds"] * timed):

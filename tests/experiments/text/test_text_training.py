@@ -57,7 +57,7 @@ def test_a_line_trains_compresses_and_tells(finished, tiny):
     assert "squad/minilm-l6/cram-plus-multi: test F1 in % on squad" in done.stdout
     assert all(f"│ {one} " in done.stdout for one in recipe.compress.to)
     assert "BNT" not in done.stdout
-    assert "% of the tokens in training batches is padding" in done.stderr
+    assert "% of the tokens in training batches are padding" in done.stderr
     assert "compressed" in done.stderr
 
 
