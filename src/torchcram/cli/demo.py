@@ -16,7 +16,9 @@ def demo(
     out: Annotated[
         Path,
         typer.Option(
-            file_okay=False, writable=True, help="Folder for the runs, the picture and the page."
+            file_okay=False,
+            writable=True,
+            help="Folder for the runs, the picture, the page and the table.",
         ),
     ] = Path("demo"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and operators.")] = 0,
@@ -27,7 +29,7 @@ def demo(
     """Train a small network by SGD and by CrAM+, compress both in one shot, and compare them.
 
     Also shows the file sizes and the speed of the compressed models. It takes about a minute,
-    downloads nothing and needs no GPU. Stopped at any moment, the same command continues.
+    downloads nothing and needs no GPU. A training that was stopped continues with the same command.
     """
     with errors_in_a_line(needs="the demo", extra="demo"), stoppable():
         from torchcram.cli.output import show

@@ -70,9 +70,7 @@ class What(str, Enum):
 
 @app.command("list")
 def list_(
-    what: Annotated[
-        What, typer.Argument(metavar="WHAT", help="recipes, models, datasets or operators.")
-    ],
+    what: Annotated[What, typer.Argument(metavar="WHAT", help="Kind of things to list.")],
     text: Annotated[
         str | None,
         typer.Argument(metavar="FILTER", help="Text that names must contain, such as resnet20."),

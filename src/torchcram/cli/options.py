@@ -28,7 +28,7 @@ DeviceName = Annotated[str, typer.Option("--device", help="Device: auto, cpu, cu
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change of the recipe, such as cram.rho=0.1. Repeatable."
+        "--set", metavar="KEY=VALUE", help="Change to the recipe, such as cram.rho=0.1. Repeatable."
     ),
 ]
 Epochs = Annotated[

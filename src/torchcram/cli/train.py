@@ -44,7 +44,9 @@ def train(
     sets: Sets = None,
     seed: Annotated[
         list[int] | None,
-        typer.Option(min=0, show_default="0", help="Seed of the run. Repeatable: a run for each."),
+        typer.Option(
+            min=0, show_default="0", help="Seed of the run. Repeatable: a run for each seed."
+        ),
     ] = None,
     epochs: Epochs = None,
     device: DeviceName = "auto",
@@ -76,7 +78,7 @@ def train(
 ) -> None:
     """Train by a recipe, then compress in one shot to all its targets and show the table.
 
-    Stopped at any moment, the same command continues where it was. Under torchrun, all ranks train
+    A training that was stopped continues with the same command. Under torchrun, all ranks train
     each run together.
     """
     with errors_in_a_line(), stoppable():

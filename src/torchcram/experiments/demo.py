@@ -61,7 +61,7 @@ def run_demo(
 
     Both start from the same weights. SGD trains for twice as many epochs, because a step of CrAM+
     takes two passes. All work is done in one thread: the network is too small for more, and the
-    numbers are then the same on any number of cores. Given again, it continues where it was.
+    numbers are then the same on any number of cores. Called again, it continues where it was.
 
     Args:
         folder: Folder that the folders of the runs are written to.

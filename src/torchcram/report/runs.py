@@ -160,7 +160,7 @@ def runs_page(
     """Renders the page.
 
     Args:
-        results: At least one result; those of the same task and model share a chart and a table.
+        results: Results, at least one; those of one task and model share a chart and a table.
         title: Heading of the page.
         logs: Logs of runs whose results these are; their curves have the same names and styles.
         benches: Benchmarks of runs, shown in a section of their own.
