@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     data = digits(train=1437, test=360)
     for module in ("compress", "export"):
         monkeypatch.setattr(f"torchcram.cli.{module}.load", lambda *_, **__: data)
-    for module in ("oneshot.score", "export.score_on_test"):
+    for module in ("evaluation.oneshot.score", "export.score_on_test"):
         monkeypatch.setattr(f"torchcram.experiments.{module}", lambda *_, **__: Score(0.5))
     monkeypatch.setattr("torchcram.experiments.evaluation.oneshot.tune_", lambda *_, **__: None)
     return work
