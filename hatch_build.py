@@ -14,7 +14,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path("src") / "torchcram" / "kernels" / "cpu"
+PACKAGE = Path("src") / "torchcram"
+NATIVE = PACKAGE / "kernels" / "cpu"
 
 
 class KernelsBuildHook(BuildHookInterface):
@@ -27,7 +28,7 @@ class KernelsBuildHook(BuildHookInterface):
         wish = os.environ.get("TORCHCRAM_KERNELS", "")
         if self.target_name != "wheel" or wish == "none":
             return
-        tools = runpy.run_path(str(Path(self.root) / NATIVE / "compiling.py"))
+        tools = runpy.run_path(str(Path(self.root) / PACKAGE / "runtime" / "build.py"))
         try:
             library: Path = tools["build"]()
         except (RuntimeError, OSError) as error:  # the latter of a folder that is read-only

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_layers.py [--tokens 1,16,384] [--dtypes bfloat16,float16]
 
-Prints a Markdown table: microseconds of the dense layer, and how many times faster the others are
-(below 1: slower). Times are of the GPU alone, replayed as a CUDA graph over so many copies of the
-layer that its weights come from memory. A kernel that is five times slower than dense is not tried
-at more tokens. Where torchao is installed, its int4 layer is measured, too.
+Prints a Markdown table: the microseconds of the dense layer, and the speedups of the others over it
+(slower below 1). Times are those of the GPU alone: a CUDA graph is replayed over enough copies of
+the layer for its weights to come from memory. A kernel that is five times slower than dense is not
+tried with more tokens. If torchao is installed, its int4 layer is timed, too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from timing import machine
 from torch import Tensor, nn
 
 from torchcram import NM, Operator, Quantize
-from torchcram.runtime.gpu.choice import agree
 from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_linear
-from torchcram.runtime.gpu.timing import count_copies, gpu_milliseconds
-from torchcram.runtime.onnx.integers import find_integers
+from torchcram.runtime.gpu.prepare import agree, count_copies, gpu_milliseconds
+from torchcram.runtime.integers import find_integers
 from torchcram.weights import LayerWeights
 
 SHAPES = {  # outputs, inputs
@@ -47,20 +46,20 @@ def compressed(weight: Tensor, operator: Operator) -> LayerWeights:
 
 
 def kernels(weight: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Make]]:
-    """Returns for every kernel the dense weight that it stands for, and how to make the layer."""
+    """Returns for each kernel the dense weight that it represents, and a function for its layer."""
     sparse = compressed(weight, NM(2, 4))["weight"].to(dtype)
-    found: dict[str, tuple[Tensor, Make]] = {"2:4": (sparse, partial(sparse_linear, sparse, None))}
+    layers: dict[str, tuple[Tensor, Make]] = {"2:4": (sparse, partial(sparse_linear, sparse, None))}
     for quantize in (Quantize(8), Quantize(4, GROUP)):
         weights = compressed(weight, quantize)
         integers = find_integers(weights, "weight", quantize)
         plain = weights["weight"].to(dtype)
         if quantize.bits == 8:
-            found["int8"] = (plain, partial(Int8Linear, integers, None))
+            layers["int8"] = (plain, partial(Int8Linear, integers, None))
         elif dtype == torch.bfloat16:
-            found["int4"] = (plain, partial(Int4Linear, integers, None))
+            layers["int4"] = (plain, partial(Int4Linear, integers, None))
             if importlib.util.find_spec("torchao") is not None:
-                found["torchao int4"] = (plain, partial(torchao_int4, plain))
-    return found
+                layers["torchao int4"] = (plain, partial(torchao_int4, plain))
+    return layers
 
 
 def torchao_int4(weight: Tensor) -> nn.Module:
@@ -79,10 +78,10 @@ def dense(weight: Tensor) -> nn.Linear:
 
 
 class Candidate:
-    """The copies of a layer with one kernel.
+    """Copies of a layer with a kernel.
 
     Attributes:
-        stopped: why it is not measured any more.
+        stopped: Reason why it is no longer timed; None if it is.
     """
 
     def __init__(self, plain: Tensor, make: Make, copies: int) -> None:
@@ -95,11 +94,11 @@ class Candidate:
             self.stopped = f"cannot be made: {str(error).splitlines()[0]}"
 
     def milliseconds(self, x: Tensor) -> float:
-        """Times it on an input."""
+        """Returns the milliseconds of a call with an input."""
         return gpu_milliseconds([partial(layer, x) for layer in self._layers])
 
     def cell(self, x: Tensor, dense_time: float) -> str:
-        """Returns what the table says."""
+        """Returns the cell of the table: the speedup, or a word for a failure."""
         if self.stopped is not None:
             return "-"
         try:
@@ -123,8 +122,8 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, tokens: list[int]) -> li
     plain = weight.to(dtype)
     base = Candidate(plain, partial(dense, plain), copies)
     others = {
-        kind: Candidate(stands_for, make, copies)
-        for kind, (stands_for, make) in kernels(weight, dtype).items()
+        kind: Candidate(represented, make, copies)
+        for kind, (represented, make) in kernels(weight, dtype).items()
     }
     rows = []
     for count in tokens:
@@ -140,24 +139,24 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, tokens: list[int]) -> li
 
 
 def main() -> None:
-    """Measures on the GPU."""
+    """Times the layers and prints the table."""
     parser = argparse.ArgumentParser(description="Times compressed Linear layers on the GPU.")
     parser.add_argument("--tokens", default="1,16,384,4096,16384")
     parser.add_argument("--dtypes", default="bfloat16,float16")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(machine(torch.device("cuda")))
     start = time.perf_counter()
     gc.freeze()  # every capture of a graph collects garbage
     torch.manual_seed(0)
-    tokens = [int(one) for one in given.tokens.split(",")]
+    tokens = [int(count) for count in options.tokens.split(",")]
     titles = ["model", "outputs x inputs", "dtype", "tokens", "dense µs"]
     titles += KINDS
     lines = ["| " + " | ".join(titles) + " |", "|---|---|---|" + "--:|" * (len(titles) - 3)]
     for model, shapes in SHAPES.items():
         for shape in shapes:
-            for name in given.dtypes.split(","):
-                found = measure(shape, getattr(torch, name), tokens)
-                lines += ["| " + " | ".join([model, *row]) + " |" for row in found]
+            for name in options.dtypes.split(","):
+                rows = measure(shape, getattr(torch, name), tokens)
+                lines += ["| " + " | ".join([model, *row]) + " |" for row in rows]
             torch.cuda.empty_cache()
     print("\n".join(lines))
     print(f"{time.perf_counter() - start:.0f} s")

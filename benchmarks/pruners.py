@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from torchcram import NM, UniformTopK, Weights, compressible_weights
 from torchcram.pruners import Calibration, Obs, Pruner, SparseGPT, Wanda, prune_
-from torchcram.pruners.fisher import Fisher
+from torchcram.pruners.obs import Fisher
 
 LAYERS, WIDTH, HEADS, CLASSES = 6, 384, 12, 2
 Result = TypeVar("Result")

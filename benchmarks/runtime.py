@@ -2,9 +2,10 @@
 
     python benchmarks/runtime.py [--work linear bert resnet18 ...] [--rounds N] [--threads N]
 
-All ways to run a model take turns, round after round, so that whatever else the machine does falls
-on all alike. Ratios are of medians to dense torch, and in brackets of the fastest rounds. Weights
-are random; each layer has the same sparsity. Outputs are compared with those of dense layers.
+All ways to run a model take turns, round after round, so that other load on the machine affects all
+of them. Ratios are those of the median times to dense torch, and in brackets those of the fastest
+rounds. Weights are random, and each layer has the same sparsity. Outputs are compared with those of
+dense layers.
 """
 
 from __future__ import annotations
@@ -25,20 +26,33 @@ from torch import Tensor, nn
 import torchcram
 from torchcram import runtime
 from torchcram.experiments.models.small import ResNet18
+from torchcram.runtime.outputs import tensor_error
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
-DENSE = ["MatMul", "Gemm"]  # what Linear layers are in ONNX
+DENSE = ["MatMul", "Gemm"]  # operators of Linear layers in ONNX
 Work = Callable[[], Tensor]
 
 
 class Encoder(nn.Module):
-    """BERT-base as Transformers has it; returns the last hidden states."""
+    """An encoder of the architecture of BERT from Transformers; returns the last hidden states.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Number of layers; the defaults are those of BERT-base.
+        width: Number of features of a token.
+        heads: Number of attention heads.
+    """
+
+    def __init__(self, *, layers: int = 12, width: int = 768, heads: int = 12) -> None:
         super().__init__()
         from transformers import BertConfig, BertModel
 
-        self.bert = BertModel(BertConfig(), add_pooling_layer=False)
+        config = BertConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+        )
+        self.bert = BertModel(config, add_pooling_layer=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps token numbers to vectors."""
@@ -47,7 +61,7 @@ class Encoder(nn.Module):
 
 
 def with_statistics(model: nn.Module) -> nn.Module:
-    """Gives batch norms statistics as if they had seen data."""
+    """Gives batch norms random statistics, in place, and returns the model."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = torch.randn(module.num_features) / 10
@@ -56,7 +70,7 @@ def with_statistics(model: nn.Module) -> nn.Module:
 
 
 def tokens(batch: int, length: int) -> Tensor:
-    """Random token numbers."""
+    """Returns random token numbers (batch, length)."""
     return torch.randint(0, 30000, (batch, length))
 
 
@@ -71,7 +85,7 @@ WORK: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 def onnx_runtime(model: nn.Module, x: Tensor, threads: int, *, int8: bool = False) -> Work:
-    """Returns a call of the model in ONNX Runtime, where asked for with Linear layers in 8 bits."""
+    """Returns a function that runs the model in ONNX Runtime, optionally with Linear in 8 bits."""
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -86,12 +100,12 @@ def onnx_runtime(model: nn.Module, x: Tensor, threads: int, *, int8: bool = Fals
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    given = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: torch.from_numpy(session.run(None, given)[0])
+    feed = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: torch.from_numpy(session.run(None, feed)[0])
 
 
 def race(work: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Returns the milliseconds of each, round by round."""
+    """Returns the milliseconds of each function in each round."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(rounds + 2):
         for name, call in work.items():
@@ -103,7 +117,7 @@ def race(work: dict[str, Work], rounds: int) -> dict[str, list[float]]:
 
 
 def others(model: nn.Module, x: Tensor, threads: int) -> dict[str, Work]:
-    """Returns what sparse kernels are compared with."""
+    """Returns the ways to run a model that the sparse kernels are compared with."""
     work: dict[str, Work] = {"torch": lambda: model(x)}
     compiled = torch.compile(copy.deepcopy(model))
     work["torch.compile"] = lambda: compiled(x)
@@ -114,15 +128,10 @@ def others(model: nn.Module, x: Tensor, threads: int) -> dict[str, Work]:
     return work
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference, in parts of the largest output."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def measure(
     name: str, sparsities: Sequence[float], rounds: int, *, compile_too: bool, int8: bool
 ) -> None:
-    """Prints one line per way to run a model."""
+    """Prints a line for each way to run a model."""
     torch.manual_seed(0)
     model, x = WORK[name]()
     model.eval().requires_grad_(False)
@@ -131,17 +140,17 @@ def measure(
     if int8:
         key = "ONNX Runtime, 8 bits"
         work[key] = onnx_runtime(copy.deepcopy(model), x, torch.get_num_threads(), int8=True)
-        errors[key] = error(work[key](), model(x))
+        errors[key] = tensor_error(model(x), work[key]()).relative
     for sparsity in sparsities:
         pruned = torchcram.compress(model, f"uniform:{sparsity}")
         fast = runtime.prepare(pruned, x)
         expected = pruned(x)
         key = f"torchcram {sparsity:.0%}"
-        errors[key] = error(fast(x), expected)
+        errors[key] = tensor_error(expected, fast(x)).relative
         work[key] = lambda fast=fast: fast(x)  # type: ignore[misc]
         if int8:
             small = runtime.prepare(pruned, x, int8=True)
-            errors[f"{key}, 8 bits"] = error(small(x), expected)
+            errors[f"{key}, 8 bits"] = tensor_error(expected, small(x)).relative
             work[f"{key}, 8 bits"] = lambda small=small: small(x)  # type: ignore[misc]
         if compile_too:
             compiled = torch.compile(fast)
@@ -157,7 +166,7 @@ def measure(
 
 
 def main() -> None:
-    """Measures what is asked for."""
+    """Times the models and prints the results."""
     parser = argparse.ArgumentParser(description="Times sparse kernels on the CPU.")
     parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))

@@ -17,11 +17,11 @@ from timing import machine
 
 from torchcram.experiments.data.images import DataSet, Images
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.training.build import (
+from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
     build_optimizer,
-    place,
+    to_device,
 )
 from torchcram.experiments.training.cuda_graph_steps import make_step
 from torchcram.experiments.training.steps import EagerStep, Step
@@ -33,20 +33,20 @@ CLASSES = {"cifar10": 10, "cifar10-jpeg": 10, "tiny-imagenet-200": 200, "imagene
 
 def random_data(recipe: Recipe) -> DataSet:
     """Noise of the size and the classes of a data set."""
-    size, classes = SIZES[recipe.task], CLASSES[recipe.task]
+    size, classes = SIZES[recipe.task_name], CLASSES[recipe.task_name]
     count = 16 * recipe.train.batch_size
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (count, size, size, 3), dtype=torch.uint8, generator=generator)
     labels = torch.randint(classes, (count,), generator=generator)
     split = Images(images, labels)
-    return DataSet(recipe.task, split, split, tuple(map(str, range(classes))))
+    return DataSet(recipe.task_name, split, split, tuple(map(str, range(classes))))
 
 
 def build(recipe: Recipe, *, graphs: bool, compiled: bool = False) -> Step:
     """Returns steps of a recipe on its own model."""
     device = torch.device("cuda")
     data = random_data(recipe)
-    model = place(build_initial_model(recipe, classes=len(data.classes), seed=0), device)
+    model = to_device(build_initial_model(recipe, classes=len(data.classes), seed=0), device)
     optimizer = build_optimizer(recipe, model, seed=0)
     batches = build_batches(recipe, data, train=True, device=device, seed=0)
     if graphs:

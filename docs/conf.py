@@ -39,7 +39,7 @@ viewcode_line_numbers = False
 nitpick_ignore_regex = [(r"py:.*", r"(?!torchcram).*")]
 nitpick_ignore = [
     ("py:class", "torchcram.layers.LayerWeights"),
-    ("py:class", "torchcram.operators.registry.Kind"),  # type variables
+    ("py:class", "torchcram.operators.parse.Kind"),  # type variables
     ("py:class", "torchcram.pruners.parse.Kind"),
 ]
 
@@ -79,10 +79,14 @@ def link_public_name(
     return python.resolve_xref(env, page, app.builder, "obj", public, node, contnode)
 
 
-def escape_norms(*event: object) -> None:
-    """Keeps |g| a norm in docstrings, where reStructuredText would look for a substitution."""
+def escape_symbols(*event: object) -> None:
+    """Escapes what reStructuredText would take for markup in docstrings.
+
+    |g| is a norm and no substitution; obs@uniform is an operator and no address.
+    """
     lines = cast("list[str]", event[-1])
-    lines[:] = [re.sub(r"\|(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\|", line) for line in lines]
+    symbol, outside_code = r"(\||(?<=\w)@(?=\w))", r"(?=[^`]*(?:`[^`]*`[^`]*)*$)"
+    lines[:] = [re.sub(symbol + outside_code, r"\\\1", line) for line in lines]
 
 
 def unlink_absent(*event: object) -> None:
@@ -94,6 +98,6 @@ def unlink_absent(*event: object) -> None:
 
 def setup(app: Sphinx) -> None:
     """Registers the handlers above."""
-    app.connect("autodoc-process-docstring", escape_norms)
+    app.connect("autodoc-process-docstring", escape_symbols)
     app.connect("missing-reference", link_public_name)
     app.connect("source-read", unlink_absent)

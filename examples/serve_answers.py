@@ -13,8 +13,8 @@ import torch
 from torchcram import artifact, compress, runtime
 from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.models.text import load_tokenizer
-from torchcram.experiments.tasks.spans import best_spans
-from torchcram.experiments.training.build import target_weights
+from torchcram.experiments.recipe.build import target_weights
+from torchcram.experiments.tasks.question_answering import best_spans
 from torchcram.experiments.training.trainer import load_trained
 
 TARGETS = ("uniform:0.8+int8", "uniform:0.8", "uniform:0.9")

@@ -20,6 +20,6 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _registries(monkeypatch):
     """Operators and pruners that a test registers are gone after it."""
-    for name in ("torchcram.operators.registry.OPERATORS", "torchcram.pruners.parse.PRUNERS"):
+    for name in ("torchcram.operators.parse.OPERATORS", "torchcram.pruners.parse.PRUNERS"):
         registry = pkgutil.resolve_name(name)
         monkeypatch.setattr(registry, "kinds", dict(registry.kinds))

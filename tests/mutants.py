@@ -58,8 +58,8 @@ CHAINS = ("tests/operators/test_chain.py",)
 MUTANTS = [
     Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
-    Mutant("optim/cram.py", "if one.plus:", "if not one.plus:", ORACLE),
-    Mutant("optim/cram.py", "one.mask and self.sparse_gradients", "one.mask", ORACLE),
+    Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
+    Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),
     Mutant("optim/cram.py", "self._undo.push(self._backup.restore)", "pass", STEP),
     Mutant("optim/cram.py", "statistics.freeze()", "pass", STEP),
     Mutant("optim/cram.py", "self._abandon(g)", "pass", INTERRUPTS),
@@ -70,18 +70,23 @@ MUTANTS = [
         INTERRUPTS,
     ),
     Mutant(
-        "optim/cram.py", "if self._now.ready or self.allow_plain_steps:", "if True:", INTERRUPTS
+        "optim/cram.py",
+        "if self._step_state.ready or self.allow_plain_steps:",
+        "if True:",
+        INTERRUPTS,
     ),
     Mutant(
         "optim/cram.py",
-        "        self._now.ready = False\n        super()",
+        "        self._step_state.ready = False\n        super()",
         "        super()",
         INTERRUPTS,
     ),
-    Mutant("optim/cram.py", "elif not self._guard.check(hidden + left):", "elif False:", REFUSED),
-    Mutant("optim/cram.py", "before.replay()", "pass", STEP),
     Mutant(
-        "optim/backup.py",
+        "optim/cram.py", "elif not self._guard.check(hidden + combined):", "elif False:", REFUSED
+    ),
+    Mutant("optim/cram.py", "rng_state.restore()", "pass", STEP),
+    Mutant(
+        "optim/step_state.py",
         "            self._calls[-1]()\n            self._calls.pop()",
         "            self._calls.pop()()",
         INTERRUPTS,
@@ -102,7 +107,7 @@ MUTANTS = [
         "1 / length",
         STEP + REFUSED,
     ),
-    Mutant("optim/wrapper.py", "        continue_from_state()\n", "", STATE),
+    Mutant("optim/wrapper.py", "        load_extra_state()\n", "", STATE),
     Mutant("optim/checks.py", "id(parameter) not in known", "False", REFUSED),
     Mutant(
         "finetune.py",
@@ -125,17 +130,17 @@ MUTANTS = [
         SHARDS,
     ),
     Mutant("layers.py", "max(rows * layer, here.start)", "rows * layer", SHARDS),
-    Mutant("layouts.py", "Layout(layers=3)", "PLAIN", LAYOUTS),
-    Mutant("layouts.py", "up.shape[1] == down.shape[2]", "up.shape[2] == down.shape[1]", LAYOUTS),
-    Mutant("layouts.py", "key not in embeddings", "True", ("tests/test_weights.py",)),
-    Mutant("coverage.py", "share > MOST_UNCOVERED", "share > 0", COVERAGE),
-    Mutant("coverage.py", "        _warned.add(model)\n", "", COVERAGE),
+    Mutant("weights.py", "Layout(layers=3)", "PLAIN", LAYOUTS),
+    Mutant("weights.py", "up.shape[1] == down.shape[2]", "up.shape[2] == down.shape[1]", LAYOUTS),
+    Mutant("weights.py", "key not in embeddings", "True", ("tests/test_weights.py",)),
+    Mutant("weights.py", "share > MOST_UNCOVERED", "share > 0", COVERAGE),
+    Mutant("weights.py", "        _warned.add(model)\n", "", COVERAGE),
     Mutant("operators/topk.py", "numel() // len(layers)", "numel()", LAYOUTS),
     Mutant("operators/topk.py", "+ 0.0  #", "#", ("tests/operators/test_parse.py",)),
     Mutant(
         "operators/nm.py",
-        "place > rival, other >= key",
-        "place > rival, other > key",
+        "index > rival, other >= key",
+        "index > rival, other > key",
         ("tests/operators/test_nm.py",),
     ),
     Mutant(
@@ -156,11 +161,11 @@ MUTANTS = [
         BAD_FILES,
     ),
     Mutant("artifact/reader.py", "            require_parts(parts, spec)\n", "", BAD_FILES),
-    Mutant("artifact/encoding.py", "as_integers(flat) != 0", "flat != 0", FILES),
-    Mutant("artifact/encoding.py", "codes = spec.from_rows(codes).view(-1)", "pass", FILES),
+    Mutant("artifact/codec.py", "as_integers(flat) != 0", "flat != 0", FILES),
+    Mutant("artifact/codec.py", "codes = spec.from_rows(codes).view(-1)", "pass", FILES),
     Mutant("artifact/integers.py", "[*range(sign), -0.0,", "[*range(sign), 0.0,", FILES),
-    Mutant("artifact/manifest.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
-    Mutant("artifact/decode.py", "_has_other_bytes(values):", "False:", BAD_FILES),
+    Mutant("artifact/format.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
+    Mutant("artifact/codec.py", "_has_other_bytes(values):", "False:", BAD_FILES),
 ]
 
 

@@ -18,7 +18,7 @@ from torchcram import (
     compressible_weights,
     sparsity,
 )
-from torchcram.coverage import uncovered
+from torchcram.weights import uncovered
 
 
 def transformers_model(kind, config, **sizes):
@@ -140,7 +140,7 @@ def test_once_per_model_and_its_compressed_copies():
 
 
 def test_models_that_were_warned_about_can_go():
-    from torchcram.coverage import _warned
+    from torchcram.weights import _warned
 
     gc.collect()
     before = len(_warned)

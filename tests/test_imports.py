@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 import torchcram
@@ -110,3 +111,12 @@ def test_public_names_are_the_same_whatever_is_imported_first():
     command = [sys.executable, "-c", program, *(f"{order}\n{CHECKS}" for order in ORDERS)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not out.stdout, out.stderr[-2000:]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Also not under TYPE_CHECKING, where a circle would be hidden."""
+    graph = grimp.build_graph("torchcram")
+    left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while leaves := {module for module, imported in left.items() if not imported & left.keys()}:
+        left = {module: imported for module, imported in left.items() if module not in leaves}
+    assert sorted(left) == []

@@ -82,13 +82,13 @@ WAYS = {
 @pytest.mark.parametrize("operator", [NM(2, 4), Quantize(4, 4)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_warnings_of_operators_point_at_the_caller(way, operator):
-    with pytest.warns(UserWarning, match="input dimension being no multiple of 4") as caught:
+    with pytest.warns(UserWarning, match="input dimension is no multiple of 4") as caught:
         WAYS[way](Net(), operator)
     assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_warnings_of_pruners_point_at_the_caller():
-    with pytest.warns(UserWarning, match="input dimension being no multiple of 4") as caught:
+    with pytest.warns(UserWarning, match="input dimension is no multiple of 4") as caught:
         prune(Net(), "nm:2:4")
     assert [warning.filename for warning in caught] == [__file__]
 

@@ -1,6 +1,10 @@
-"""The tables of the documentation are those of the results."""
+"""The tables and the picture of the documentation are those of the results."""
 
+import json
+import runpy
 from pathlib import Path
+
+from PIL import Image
 
 from torchcram.experiments.evaluation.results import read_results
 from torchcram.report.markdown_tables import TRAINED_ON, marked, stale
@@ -28,3 +32,9 @@ def test_every_result_has_its_row():
     }
     assert found
     assert found <= shown, "docs/results.md leaves out results"
+
+
+def test_the_picture_is_up_to_date():
+    curves = runpy.run_path(str(ROOT / "docs" / "accuracy.py"))["read_curves"]()
+    shown = json.loads(Image.open(ROOT / "docs" / "accuracy.png").text["Description"])
+    assert shown == json.loads(json.dumps(curves)), "draw it anew: python docs/accuracy.py"

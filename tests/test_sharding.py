@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchcram import NM, GlobalTopK, Quantize, UniformTopK
 from torchcram.layers import Layout
-from torchcram.sharding import Shard, block_maxima, complete_blocks, is_sharded, local, part_of
+from torchcram.sharding import Part, block_maxima, complete_blocks, is_sharded, local, part_of
 from torchcram.weights import LayerWeights
 
 
@@ -41,7 +41,7 @@ def on_ranks(whole, size, function):
     meet, shared, given_back = threading.Barrier(size, timeout=20), [None] * size, [None] * size
 
     def process(rank):
-        part = Shard(whole.shape, Thread(rank, size, meet, shared))
+        part = Part(whole.shape, Thread(rank, size, meet, shared))
         given_back[rank] = function(whole[part.here.start : part.here.stop].clone(), part)
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(size)]
@@ -59,7 +59,7 @@ def test_rows_are_those_that_chunk_gives():
             rows = torch.arange(count)
             chunks = [chunk.tolist() for chunk in rows.chunk(size)] if count else []
             chunks += [[]] * (size - len(chunks))
-            part = Shard(rows.shape, Thread(0, size, None, None))
+            part = Part(rows.shape, Thread(0, size, None, None))
             assert [list(part.rows(rank)) for rank in range(size)] == chunks
 
 

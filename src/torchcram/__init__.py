@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 _MODULES = ("batchnorm", "compress", "finetune", "operators", "optim", "weights")
-"""Modules that the public names are in."""
+"""Modules that define the public names."""
 
 __all__ = [
     "CRAM",
@@ -75,8 +75,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports all public names at the first use of one; modules of the package come along."""
-    if name.startswith("__"):  # what Python itself asks every module for
+    """Imports all public names, and with them their modules, when the first of them is used."""
+    if name.startswith("__"):  # attributes that Python itself looks up
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:
         contents = vars(import_module(f"{__name__}.{module}"))

@@ -1,4 +1,4 @@
-"""Batch-norm statistics: frozen at a perturbed point, estimated anew after compression."""
+"""Running statistics of norm layers: freezing them, and estimating them anew."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchcram.passes import eval_mode, forward
 
 
 class FrozenStatistics:
-    """Running statistics of a model that `freeze` stops and `restore` sets going again.
+    """Running statistics of a model, which `freeze` stops and `restore` starts again.
 
     Covers every batch norm (SyncBatchNorm included) and instance norm in training mode. `restore`
     may be called at any time and any number of times.
 
     Args:
-        model: Model whose layers are frozen.
+        model: Model whose norm layers are frozen.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class FrozenStatistics:
             modules.extend(child for child in module._modules.values() if child is not None)
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._layers.append(module)
-        # instance norm updates its buffers whatever the flag says, so they are taken away meanwhile
+        # instance norm updates its buffers whatever the flag says, so `freeze` removes them
         self._buffers = [
             (layer, dict(layer._buffers))
             for layer in self._layers
@@ -41,14 +41,14 @@ class FrozenStatistics:
         ]
 
     def freeze(self) -> None:
-        """Lets layers normalise by batch statistics without updating a running buffer."""
+        """Makes layers normalise by batch statistics without updating a running buffer."""
         for layer in self._layers:
             layer.track_running_stats = False
         for layer, buffers in self._buffers:
             layer._buffers.update(dict.fromkeys(buffers))
 
     def restore(self) -> None:
-        """Lets layers update their running buffers again."""
+        """Makes layers update their running buffers again."""
         for layer in self._layers:
             layer.track_running_stats = True
         for layer, buffers in self._buffers:
@@ -57,10 +57,10 @@ class FrozenStatistics:
 
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Normalises by batch statistics as in training, but updates no running buffer meanwhile.
+    """Normalises by batch statistics, but updates no running buffer, inside a `with` block.
 
-    Covers every batch norm (SyncBatchNorm included) and instance norm; layers in eval mode go on as
-    they are.
+    Covers every batch norm (SyncBatchNorm included) and instance norm; layers in eval mode are not
+    affected.
     """
     statistics = FrozenStatistics(model)
     try:
@@ -76,20 +76,20 @@ def tune_batchnorm_(
 ) -> None:
     """Estimates the running statistics of all batch-norm layers anew, from `batches`.
 
-    A compressed network sees other activations than the one its statistics were gathered on. About
-    1000 training samples, with training augmentation, put that right. Layers other than batch norm
-    run in eval mode, so nothing else changes; all modes and momenta are put back. A model without
-    running statistics is left as it is, without looking at `batches`.
+    A compressed network has other activations than the network that its statistics come from. About
+    1000 training samples, with training augmentation, correct that. Layers other than batch norm
+    run in eval mode, so nothing else changes; all modes and momenta are restored. A model without
+    running statistics is left unchanged, and `batches` is not read.
 
     Args:
-        model: in any mode.
-        batches: inputs, or tuples that begin with the inputs, or mappings of keyword arguments;
+        model: Model in any mode.
+        batches: Inputs, or tuples that begin with the inputs, or mappings of keyword arguments;
             they are moved to the device of the model.
-        momentum: of the running average; None for the plain average over all batches.
+        momentum: Momentum of the running average; None for the plain average over all batches.
 
     Raises:
-        ValueError: if `batches` is empty; the statistics are as before then, and after any other
-            error too.
+        ValueError: If `batches` is empty. After this and any other error the statistics are as
+            before.
     """
     layers = [
         m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchcram.coverage import treat_alike
 from torchcram.operators import Operator, as_operator
 from torchcram.sharding import fsdp_modules
 from torchcram.trained import copy_marks, warn_of_untrained
-from torchcram.weights import weights_in
+from torchcram.weights import copy_coverage_warning, weights_in
 
 if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights
@@ -22,14 +21,17 @@ if TYPE_CHECKING:
 def compress_(
     model: nn.Module, operator: Operator | str, *, weights: Weights | None = None
 ) -> Masks | None:
-    """Compresses `model` in place and returns the masks, or None where the operator has none.
+    """Compresses `model` in place and returns the masks, or None if the operator has none.
 
-    Where FSDP has sharded the model, all processes call it, and each gets the masks of its shards.
+    If FSDP has sharded the model, all ranks must call it, and each gets the masks of its shards.
 
     Args:
-        model: any module.
-        operator: an operator, or its text, such as "global:0.9".
-        weights: what to compress; by default all `compressible_weights(model)`.
+        model: Model to compress.
+        operator: Operator, or its text, such as "global:0.9".
+        weights: Weights to compress; by default all `compressible_weights(model)`.
+
+    Raises:
+        ValueError: If the operator is a range of sparsities, which only training can use.
     """
     operator = as_operator(operator)
     if operator.is_range:
@@ -44,7 +46,7 @@ def compress_(
 def compress(
     model: nn.Module, operator: Operator | str, *, weights: Weights | None = None
 ) -> nn.Module:
-    """Returns a compressed copy of `model`, which itself stays as it is; see `compress_`."""
+    """Returns a compressed copy of `model`, which stays unchanged; see `compress_`."""
     operator = as_operator(operator)
     if fsdp_modules(model):
         raise ValueError("a model sharded by FSDP cannot be copied: compress_() it in place")
@@ -52,8 +54,8 @@ def compress(
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants one buffer, which a copy does not have
-    treat_alike(model, twin)
+            module.flatten_parameters()  # cuDNN needs all weights in one buffer
+    copy_coverage_warning(model, twin)
     copy_marks(model, twin)
     parameters = dict(twin.named_parameters())
     compress_(twin, operator, weights={name: parameters[name] for name in names})

@@ -1,4 +1,4 @@
-"""Files that are never there by half."""
+"""Files that are written atomically: whole, or not at all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SUFFIX = ".tmp"
-"""End of the names of files and folders that are being written."""
+"""Suffix of the names of files and folders that are being written."""
 
-_CONTENT = f"content{SUFFIX}"  # no search for "*.json" finds it
-_OWNER = r"\d+(-[0-9a-f]+)?"  # process and call; a process alone in earlier versions
+_CONTENT = f"content{SUFFIX}"  # a search for "*.json" does not match it
+_OWNER = r"\d+(-[0-9a-f]+)?"  # process and call; earlier versions wrote only the process
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file of which, whenever the process or the machine stops, all is there or nothing.
+    """Writes a file whole or not at all, whenever the process or the machine stops.
 
-    What was there before stays until the new content is on the disk.
+    An existing file stays until the new content is on the disk.
     """
     with written_aside(path) as aside:
         aside.write_bytes(content)
@@ -29,13 +29,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """As `write_atomically`, for a `with` block that writes the file it is given.
+    """Yields a temporary path for a `with` block to write; moves it to `path` after the block.
 
-    The block writes into a hidden folder beside `path`, with a name of its own for every call, so
-    that threads and processes may write to one path at the same time: the last one to finish wins.
-    The folder goes when the block ends. What a killed process has left of the same path is removed
-    by the next call: the lock on the folder, which the system gives back when a process dies, tells
-    it from what is being written.
+    The temporary path is in a hidden folder beside `path` whose name is unique to the call, so that
+    threads and processes may write to one path at the same time: the last one to finish wins. The
+    folder is removed when the block ends. The next call for the same path removes the folders of
+    killed processes: their locks, which the system releases when a process dies, tell them from
+    folders in use.
     """
     with temporary_folder(path) as folder:
         aside = folder / _CONTENT
@@ -49,7 +49,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 def remove_if_dead(temporary: Path) -> None:
     """Removes a temporary file or folder unless a living process or thread is writing it.
 
-    Where the system has no such locks, nobody can tell, and it stays.
+    On a system without file locks this cannot be known, and the file or folder stays.
     """
     lock = _lock(temporary)
     if lock is None:
@@ -64,12 +64,12 @@ def remove_if_dead(temporary: Path) -> None:
 
 
 def let_read(path: Path) -> None:
-    """Lets those read a file who may read its folder; safetensors lets only the owner."""
+    """Makes a file readable to all who may read its folder; safetensors allows only the owner."""
     path.chmod(path.parent.stat().st_mode & 0o644)
 
 
 def _temporaries(folder: Path, name: str) -> list[Path]:
-    """Returns what is being written, or was left, of the file `name` in a folder."""
+    """Returns the temporary files and folders of the file `name` in a folder."""
     pattern = re.compile(rf"\.{re.escape(name)}\.{_OWNER}{re.escape(SUFFIX)}")
     return [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
 
@@ -78,8 +78,8 @@ def _temporaries(folder: Path, name: str) -> list[Path]:
 def temporary_folder(path: Path) -> Iterator[Path]:
     """Makes a temporary folder beside `path`, locked for a `with` block and removed after it.
 
-    Removes what killed processes have left of the same path first. A folder rather than a file:
-    safetensors puts temporary files of its own beside what it writes.
+    Folders that killed processes have left for the same path are removed first. It is a folder
+    rather than a file because safetensors puts temporary files of its own beside what it writes.
 
     Args:
         path: Path whose name the hidden name of the folder begins with.
@@ -97,7 +97,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
             with suppress(FileNotFoundError):
                 folder.chmod(mode)
             lock = _lock(folder, wait=True)
-            if _is_there(folder, lock):  # else it was taken for a leftover before it was locked
+            if _exists_still(folder, lock):  # or another call removed it before it was locked
                 yield folder
                 return
         finally:
@@ -107,15 +107,15 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock(temporary: Path, *, wait: bool = False) -> int | None:
-    """Locks a temporary file or folder until the file descriptor that is returned is closed.
+    """Locks a temporary file or folder until the returned file descriptor is closed.
 
     Args:
-        temporary: File of an earlier version, or folder.
-        wait: Whether to wait for whoever holds the lock.
+        temporary: Temporary folder, or temporary file of an earlier version.
+        wait: Whether to wait until the lock is free.
 
     Returns:
-        None where another process or thread holds the lock, the file or folder is gone, or the
-        system has no such locks.
+        File descriptor; None if another process or thread holds the lock, the file or folder is
+        gone, or the system has no file locks.
     """
     try:
         import fcntl
@@ -127,14 +127,14 @@ def _lock(temporary: Path, *, wait: bool = False) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # locked, or on a network file system that does not know locks of folders
+    except OSError:  # locked, or a network file system that cannot lock folders
         os.close(descriptor)
         return None
     return descriptor
 
 
-def _is_there(folder: Path, lock: int | None) -> bool:
-    """Returns whether a folder has not been removed while its lock was waited for."""
+def _exists_still(folder: Path, lock: int | None) -> bool:
+    """Returns whether a folder still exists after waiting for its lock."""
     if lock is None:
         return folder.exists()
     try:
@@ -144,7 +144,7 @@ def _is_there(folder: Path, lock: int | None) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk, where the system knows how."""
+    """Flushes the entries of a folder to the disk, if the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

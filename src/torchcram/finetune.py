@@ -1,4 +1,4 @@
-"""Sparse fine-tuning: train on, and keep what is zero at zero."""
+"""Sparse fine-tuning: training that keeps pruned weights at zero."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HeldMasks:
-    """Masks held by an optimizer until `remove()`, or until the end of a `with` block."""
+    """Masks that an optimizer holds until `remove()`, or until the end of a `with` block."""
 
     def __init__(self, optimizer: Optimizer, weights: Weights, masks: Masks) -> None:
         self._weights = LayerWeights({name: weights[name] for name in masks})
@@ -42,7 +42,7 @@ class HeldMasks:
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
-        """Lets go of the masks."""
+        """Stops holding the masks."""
         for handle in self._handles:
             handle.remove()
 
@@ -73,14 +73,17 @@ def hold_masks(optimizer: Optimizer, weights: Weights, masks: Masks) -> HeldMask
     and without a closure, `CrAM` included.
 
     Args:
-        optimizer: the one that trains the weights.
-        weights: the compressed weights, by name.
-        masks: by the same names, of shards the masks of the rows here; weights without a mask train
-            as usual.
+        optimizer: Optimizer that trains the weights.
+        weights: Compressed weights by name.
+        masks: Masks by the same names; the mask of a sharded weight covers the local rows. Weights
+            without a mask train as usual.
+
+    Returns:
+        Handle that stops holding the masks.
 
     Raises:
-        ValueError: if a mask has no weight, another shape or another dtype, or the optimizer trains
-            none of them; nothing is changed then.
+        ValueError: If a mask has no weight, another shape or another dtype, or the optimizer trains
+            none of the weights; nothing is changed then.
     """
     if masks is None:
         raise ValueError("there are no masks to hold: the operator has none (masks is None)")

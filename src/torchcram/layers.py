@@ -1,4 +1,4 @@
-"""Weights as the layers behind them use them, whole or the rows that one process holds."""
+"""Weights together with how their layers use them and which rows this rank holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Masks = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layer uses its weight: where the outputs and inputs are, how many layers it holds.
+    """Layout of a weight: which dimensions are outputs and inputs, and how many layers it holds.
 
     The default is the weight of a Linear or ordinary convolution layer: (outputs, inputs, *kernel).
 
@@ -30,8 +30,8 @@ class Layout:
         transposed: Whether the inputs come before the outputs: (inputs, outputs, *kernel).
         groups: Number of groups of a transposed convolution, one after another along dimension 0.
         layers: Number of layers in the weight, one after another along dimension 0: three for the
-            q, k and v of attention, as many as there are experts for those of a mixture.
-        stacked: Whether dimension 0 is that of the layers alone: (layers, outputs, inputs).
+            q, k and v of attention, the number of experts for a mixture of experts.
+        stacked: Whether dimension 0 counts only layers: (layers, outputs, inputs).
     """
 
     transposed: bool = False
@@ -44,15 +44,16 @@ PLAIN = Layout()
 
 
 class LayerWeights(dict[str, Tensor]):
-    """Weights that remember how their layers use them and how they are spread over processes.
+    """Weights by name, with their layouts and their shards.
 
-    Operators work on any mapping; this one also tells them where the outputs and inputs of each
-    weight are. Weights in a plain mapping count as those of Linear and ordinary convolution layers.
+    Operators work on any mapping; this one also tells them which dimensions of each weight are
+    outputs and inputs. Weights in a plain mapping are treated as those of Linear and ordinary
+    convolution layers.
 
     Attributes:
-        layouts: How layers use their weights, by name, where that is not as Linear layers do.
-        parts: Rows of each weight on this process, where these are not all of them.
-        sharded: Whether some are DTensors still, whose rows here `local()` gives.
+        layouts: Layouts by name, of those weights that differ from Linear layers.
+        parts: Rows of each weight on this rank, by name, of those weights that are sharded.
+        sharded: Whether some weights are DTensors, whose local rows `local()` returns.
     """
 
     def __init__(
@@ -66,29 +67,29 @@ class LayerWeights(dict[str, Tensor]):
         self.sharded = any(map(is_sharded, self.values()))
         self.parts = dict(parts or {})
         if self.sharded:
-            found = {name: part_of(name, weight) for name, weight in self.items()}
-            self.parts = {name: part for name, part in found.items() if part is not None}
+            every = {name: part_of(name, weight) for name, weight in self.items()}
+            self.parts = {name: part for name, part in every.items() if part is not None}
 
     def local(self) -> LayerWeights:
-        """Returns what this process holds of the weights, in the same memory."""
+        """Returns the rows of the weights on this rank, in the same memory."""
         if not self.sharded:
             return self
-        here = {name: local(weight) for name, weight in self.items()}
-        return LayerWeights(here, self.layouts, self.parts)
+        shards = {name: local(weight) for name, weight in self.items()}
+        return LayerWeights(shards, self.layouts, self.parts)
 
 
 def local_weights(weights: Weights) -> Weights:
-    """Returns what this process holds of `weights`; nothing changes where they are whole."""
+    """Returns the rows of `weights` on this rank; weights that are not sharded stay unchanged."""
     return weights.local() if isinstance(weights, LayerWeights) else weights
 
 
 def some_of(weights: Weights, names: Iterable[str]) -> LayerWeights:
-    """Returns the weights of these names, with what is known of their layers."""
+    """Returns the weights of these names, with their layouts and shards."""
     return like(weights, {name: weights[name] for name in names})
 
 
 def like(weights: Weights, tensors: Weights) -> LayerWeights:
-    """Returns `tensors`, scores say, with the layers and the rows of the weights of their names."""
+    """Returns `tensors`, such as scores, with the layouts and shards of the weights they name."""
     layouts: Mapping[str, Layout] = getattr(weights, "layouts", {})
     parts: Mapping[str, Part] = getattr(weights, "parts", {})
     return LayerWeights(
@@ -99,25 +100,25 @@ def like(weights: Weights, tensors: Weights) -> LayerWeights:
 
 
 def layout_of(weights: Weights, name: str) -> Layout:
-    """Returns how the layer behind a weight uses it."""
+    """Returns the layout of a weight."""
     layouts: Mapping[str, Layout] = getattr(weights, "layouts", {})
     return layouts.get(name, PLAIN)
 
 
 def part_here(weights: Weights, name: str) -> Part | None:
-    """Returns which rows of a weight `weights` hold; None for all of them."""
+    """Returns which rows of a weight are on this rank; None if all of them are."""
     parts: Mapping[str, Part] = getattr(weights, "parts", {})
     return parts.get(name)
 
 
 def whole_shape(weights: Weights, name: str) -> torch.Size:
-    """Returns the shape of a weight, with the rows on other processes."""
+    """Returns the shape of a weight, with the rows on other ranks."""
     part = part_here(weights, name)
     return weights[name].shape if part is None else part.shape
 
 
 def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) -> Tensor:
-    """Views a weight as (groups, outputs, *kernel positions, inputs): sums run over the last one.
+    """Views a weight as (groups, outputs, *kernel positions, inputs): products sum over the last.
 
     The groups are those of a transposed convolution, or the experts of a mixture; q, k and v of
     attention are outputs of one group.
@@ -125,7 +126,7 @@ def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) ->
     Args:
         weights: All weights.
         name: Name of the weight to view; `cut_inputs` is None for it.
-        tensor: Tensor of the same shape, a mask say, to view in its stead.
+        tensor: Tensor of the same shape, such as a mask, to view instead of the weight.
     """
     tensor = weights[name] if tensor is None else tensor
     layout = layout_of(weights, name)
@@ -136,7 +137,7 @@ def reduction_last(weights: Weights, name: str, tensor: Tensor | None = None) ->
 
 
 def count_inputs(weights: Weights, name: str) -> int:
-    """Returns over how many inputs an output of a layer sums, per position of the kernel."""
+    """Returns the number of inputs that an output of a layer sums over, per kernel position."""
     shape = whole_shape(weights, name)
     layout = layout_of(weights, name)
     _require_inputs(name, weights[name], layout)
@@ -146,17 +147,17 @@ def count_inputs(weights: Weights, name: str) -> int:
 
 
 def cut_inputs(weights: Weights, name: str) -> Part | None:
-    """Returns which inputs of a layer are here, where its inputs are what is cut, else None.
+    """Returns which inputs of a layer are on this rank, if sharding splits its inputs, else None.
 
-    Rows are outputs or experts, and each of them is whole; but where the inputs come first, as in
-    transposed convolutions, rows are inputs.
+    Usually rows are outputs or experts, and each of them is whole. In layers with their inputs
+    first, such as transposed convolutions, rows are inputs.
     """
     layout = layout_of(weights, name)
     return part_here(weights, name) if layout.transposed and not layout.stacked else None
 
 
 def split_layers(weights: Weights, name: str) -> list[Tensor]:
-    """Returns what is here of each layer that a weight holds, as views; mostly it holds one."""
+    """Returns the local rows of each layer that a weight holds, as views; usually it holds one."""
     weight, layers = weights[name], layout_of(weights, name).layers
     if layers == 1:
         return [weight]

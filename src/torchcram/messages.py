@@ -1,4 +1,4 @@
-"""What errors and warnings say of layers, and the line that warnings point at."""
+"""Lists of names for errors and warnings, and warnings that point at the caller's line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SKIPPED = (
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Returns names joined by commas: the first eight, then how many more there are."""
+    """Returns names joined by commas: the first eight, then the number of the others."""
     known = list(names)
     text = ", ".join(known[:MOST_NAMES])
     more = len(known) - MOST_NAMES
@@ -33,7 +33,7 @@ def list_names(names: Iterable[str]) -> str:
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning that points at the line of the program that called this library.
 
-    Frames of this library and of torch, whose decorators and hooks may lie in between, are skipped.
+    Frames of this library and of torch, whose decorators and hooks may lie between, are skipped.
     """
     frame: FrameType = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_SKIPPED) and frame.f_back is not None:

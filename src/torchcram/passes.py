@@ -1,4 +1,4 @@
-"""Running a model on a batch, whatever mode it is in and whatever a batch is."""
+"""Running a model: eval mode for a while, and forward passes on batches of any kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts `model` into eval mode for a `with` block, and every module back into its own."""
+    """Puts `model` into eval mode for a `with` block, and restores the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -27,11 +27,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def forward(model: nn.Module, batch: object) -> None:
-    """Runs `model` on a batch, moved to its device.
+    """Runs `model` on a batch, which is moved to the device of the model.
 
     Args:
-        model: with a parameter or a buffer at least.
-        batch: the inputs, a tuple or list that begins with them, or a mapping of keyword arguments.
+        model: Model with at least one parameter or buffer.
+        batch: Inputs, a tuple or list that begins with them, or a mapping of keyword arguments.
     """
     device = next(chain(model.parameters(), model.buffers())).device
     if isinstance(batch, Mapping):

@@ -1,13 +1,13 @@
 """Exact selection of the largest magnitudes over many tensors: the only Top-K in the project.
 
 The key of a value is its bit pattern without the sign, an integer that orders as the magnitude does
-(infinities above all numbers, NaN above those). The k-th largest key is found from the highest bits
-down: count the keys by their next few bits, see which bin holds the k-th, go on within it. For many
-weights a sample first tells about where it is, and only keys near there are looked at twice. The
-weights are neither concatenated (beyond small ones, a block at a time) nor sorted, and the only
-thing shared between tensors is a short vector of counts, which may be summed over processes.
+(infinities above all numbers, NaN above those). The k-th largest key is determined from the highest
+bits down: count the keys by their next few bits, see which bin holds the k-th, continue within it.
+For many weights a sample first estimates the k-th key, and only keys near the estimate are read
+twice. The weights are neither concatenated (except small ones, up to a block) nor sorted, and
+tensors share only a short vector of counts, which may be summed over ranks.
 
-Of equal keys at the threshold those that come first are kept: tensor order, then row-major index.
+Among keys equal to the threshold the first are kept: by tensor order, then by row-major index.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from torchcram.layers import Weights, part_here
 from torchcram.weights import cuda_kernels
 
-WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other processes
-SAMPLE = 1 << 16  # keys that tell about where the k-th is
-SMALL = 1 << 20  # elements up to which a sample is not worth it
-BLOCK = 1 << 20  # elements treated at a time, so that what is computed on the way stays small
-CUDA_BLOCKS = 16  # blocks in one on a GPU, where a wait costs more than memory
+WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other ranks
+SAMPLE = 1 << 16  # keys from which the k-th key is estimated
+SMALL = 1 << 20  # elements below which a sample does not pay
+BLOCK = 1 << 20  # elements processed at a time, to keep intermediate results small
+CUDA_BLOCKS = 16  # blocks processed at once on a GPU, where waiting costs more than memory
 _INTEGERS = {
     torch.float32: torch.int32,
     torch.bfloat16: torch.int16,
@@ -35,12 +35,12 @@ _INTEGERS = {
 
 
 class Shards(NamedTuple):
-    """How tensors are spread: every process holds a stretch of each, in the order of the ranks.
+    """Sharding of tensors: every rank holds a contiguous part of each, in the order of the ranks.
 
     Attributes:
-        rank: of this process.
-        size: how many there are.
-        add_up: sums a tensor of counts over all of them, in place.
+        rank: Rank of this process.
+        size: World size.
+        add_up: Function that sums a tensor of counts over all ranks, in place.
     """
 
     rank: int
@@ -49,18 +49,18 @@ class Shards(NamedTuple):
 
 
 WHOLE = Shards(0, 1, lambda _: None)
-"""A tensor of which every process holds all."""
+"""Sharding of a tensor of which every rank holds all."""
 
 
 class Threshold(NamedTuple):
-    """The k-th largest key, and how many of the keys equal to it are to be kept."""
+    """The k-th largest key, and the number of keys equal to it that are kept."""
 
     key: int
     ties: int
 
 
 def count_kept(numel: int, sparsity: float) -> int:
-    """Returns how many of `numel` values stay at `sparsity`: n - round(sparsity n)."""
+    """Returns the number of `numel` values that are kept at `sparsity`: n - round(sparsity n)."""
     return numel - round(sparsity * numel)
 
 
@@ -70,11 +70,12 @@ def keep_largest(
     """Returns masks that keep exactly the `keep` largest magnitudes of all `tensors` together.
 
     Args:
-        tensors: float32, bfloat16, float16 or float64; mixed lists are compared by value.
-        keep: how many to keep, between none and all.
-        shards: where the tensors are one process's stretches of the whole, all alike or one entry
-            for each (`WHOLE` for those that are not cut); `keep` then counts in the whole, and the
-            masks are the stretches of those of the whole.
+        tensors: Tensors of float32, bfloat16, float16 or float64; mixed lists are compared by
+            value.
+        keep: Number of values to keep, between none and all.
+        shards: Sharding, if the tensors are the local parts of whole tensors: the same for all, or
+            an entry for each (`WHOLE` for tensors that are not sharded). `keep` then counts values
+            of the whole tensors, and the masks are those of the local parts.
     """
     total = sum([tensor.numel() for tensor in tensors])
     if keep < 0 or (shards is None and keep > total):
@@ -83,9 +84,9 @@ def keep_largest(
         return []
     tensors = comparable(tensors)
     if shards is not None:
-        spread = _one_each(shards, tensors)
-        (threshold,) = _by_bits([_by_shards(tensors, spread)], [keep], key_bits(tensors))
-        return _masks_of_shards(tensors, [threshold] * len(tensors), spread, together=True)
+        each = _for_each(shards, tensors)
+        (threshold,) = _by_bits([_by_shards(tensors, each)], [keep], key_bits(tensors))
+        return _masks_of_shards(tensors, [threshold] * len(tensors), each, together=True)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, [keep], (0,) * len(tensors))
     return _masks(tensors, kth_largest(tensors, keep))
@@ -100,25 +101,25 @@ def keep_largest_each(
     """Returns masks that keep exactly the `keep[i]` largest magnitudes of each `tensors[i]`.
 
     Args:
-        tensors: as for `keep_largest`.
-        keep: how many, of each.
-        shards: as for `keep_largest`.
+        tensors: Tensors, as for `keep_largest`.
+        keep: Number of values to keep of each tensor.
+        shards: Sharding, as for `keep_largest`.
     """
     for tensor, count in zip(tensors, keep, strict=True):
         if count < 0 or (shards is None and count > tensor.numel()):
             raise ValueError(f"cannot keep {count} of {tensor.numel()} values")
     if shards is not None and tensors:
-        tensors, spread = comparable(tensors), _one_each(shards, tensors)
-        groups = [_by_shards([one], [how]) for one, how in zip(tensors, spread, strict=True)]
+        tensors, each = comparable(tensors), _for_each(shards, tensors)
+        groups = [_by_shards([tensor], [own]) for tensor, own in zip(tensors, each, strict=True)]
         thresholds = _by_bits(groups, keep, key_bits(tensors))
-        return _masks_of_shards(tensors, thresholds, spread, together=False)
+        return _masks_of_shards(tensors, thresholds, each, together=False)
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, keep, range(len(tensors)))
     return [keep_largest([t], count)[0] for t, count in zip(tensors, keep, strict=True)]
 
 
 def kth_largest(tensors: Sequence[Tensor], k: int) -> Threshold:
-    """Finds the k-th largest key over all `tensors`, which share a dtype."""
+    """Returns the k-th largest key over all `tensors`, which share a dtype."""
     bits = key_bits(tensors)
     if sum(tensor.numel() for tensor in tensors) < SMALL:
         return _by_bits([{WHOLE: Blocks(tensors)}], [k], bits)[0]
@@ -129,7 +130,7 @@ def kth_largest(tensors: Sequence[Tensor], k: int) -> Threshold:
         blocks.append(keys[(keys >= low) & (keys <= high)])
     if above < k <= above + sum(keys.numel() for keys in blocks):
         return _by_bits([{WHOLE: blocks}], [k - above], bits)[0]
-    return _by_bits([{WHOLE: Blocks(tensors)}], [k], bits)[0]  # the sample misled
+    return _by_bits([{WHOLE: Blocks(tensors)}], [k], bits)[0]  # the estimate was off
 
 
 def keep_largest_in_rows(rows: Tensor, keep: int) -> Tensor:
@@ -140,11 +141,11 @@ def keep_largest_in_rows(rows: Tensor, keep: int) -> Tensor:
 
 
 def shards_of(weights: Weights, names: Iterable[str] | None = None) -> list[Shards] | None:
-    """Returns how local weights are spread; None where all of them are whole.
+    """Returns the sharding of local weights; None if none of them is sharded.
 
     Args:
         weights: All weights.
-        names: Names of the weights to tell of, of which some may be repeated; by default all.
+        names: Names of the weights to look up, possibly repeated; by default all.
     """
     parts = [part_here(weights, name) for name in (weights if names is None else names)]
     if not any(parts):
@@ -158,7 +159,7 @@ def shards_of(weights: Weights, names: Iterable[str] | None = None) -> list[Shar
 
 
 def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
-    """An interval that most likely holds the k-th largest key, from a sample of them."""
+    """Returns an interval that most likely holds the k-th largest key, from a sample of keys."""
     total = sum(tensor.numel() for tensor in tensors)
     step = -(-total // SAMPLE)
     flat = (tensor.detach().reshape(-1)[::step] for tensor in tensors)
@@ -171,72 +172,74 @@ def _guess(tensors: Sequence[Tensor], k: int) -> tuple[int, int]:
     return low, high
 
 
-def _one_each(shards: Shards | Sequence[Shards], tensors: Sequence[Tensor]) -> Sequence[Shards]:
+def _for_each(shards: Shards | Sequence[Shards], tensors: Sequence[Tensor]) -> Sequence[Shards]:
     return [shards] * len(tensors) if isinstance(shards, Shards) else shards
 
 
 def _by_shards(
     tensors: Sequence[Tensor], shards: Sequence[Shards]
 ) -> Mapping[Shards, Iterable[Tensor]]:
-    """The keys of `tensors`, those apart that are spread in another way."""
+    """Returns the keys of `tensors` by their sharding."""
     alike: dict[Shards, list[Tensor]] = {}
-    for tensor, how in zip(tensors, shards, strict=True):
-        alike.setdefault(how, []).append(tensor)
-    return {how: Blocks(some) for how, some in alike.items()}
+    for tensor, own in zip(tensors, shards, strict=True):
+        alike.setdefault(own, []).append(tensor)
+    return {own: Blocks(some) for own, some in alike.items()}
 
 
 def _by_bits(
     groups: Sequence[Mapping[Shards, Iterable[Tensor]]], ranks: Sequence[int], bits: int
 ) -> list[Threshold]:
-    """Finds the key of the given rank in each group of blocks of keys, a few bits at a time."""
+    """Returns the key at a rank in each group of blocks of keys, a few bits at a time."""
     groups, ranks, prefixes = list(groups), list(ranks), [0] * len(groups)
-    spreads = list(dict.fromkeys(how for group in groups for how in group))
-    width = WIDTH if spreads == [WHOLE] else NARROW
+    distinct = list(dict.fromkeys(shards for group in groups for shards in group))
+    width = WIDTH if distinct == [WHOLE] else NARROW
     for top in range(bits, 0, -width):
         low = max(top - width, 0)
         counts = torch.zeros(len(groups), 1 << (top - low), dtype=torch.int64)
-        for how in spreads:
-            counts += _count([group.get(how, ()) for group in groups], how, top, low)
+        for shards in distinct:
+            counts += _count([group.get(shards, ()) for group in groups], shards, top, low)
         at_or_above = counts.flip(1).cumsum(1).flip(1)
         for i, rank in enumerate(ranks):
-            bin_ = int((at_or_above[i] >= rank).sum()) - 1  # the highest that enough reach
+            # the highest bin with enough keys at or above it
+            bin_ = int((at_or_above[i] >= rank).sum()) - 1
             ranks[i] -= int(at_or_above[i, bin_] - counts[i, bin_])
             prefixes[i] = (prefixes[i] << (top - low)) | bin_
             if low:
                 groups[i] = {
-                    how: [keys[(keys >> low) == prefixes[i]] for keys in blocks]
-                    for how, blocks in groups[i].items()
+                    shards: [keys[(keys >> low) == prefixes[i]] for keys in blocks]
+                    for shards, blocks in groups[i].items()
                 }
-    return [Threshold(*found) for found in zip(prefixes, ranks, strict=True)]
+    return [Threshold(*pair) for pair in zip(prefixes, ranks, strict=True)]
 
 
-def _count(groups: Sequence[Iterable[Tensor]], how: Shards, top: int, low: int) -> Tensor:
-    """Counts the keys of each group by their bits from `low` to `top`, over all processes."""
+def _count(groups: Sequence[Iterable[Tensor]], shards: Shards, top: int, low: int) -> Tensor:
+    """Counts the keys of each group by their bits from `low` to `top`, over all ranks."""
     bins = 1 << (top - low)
     counts = []
     for blocks in groups:
-        found = [torch.bincount((keys >> low) & (bins - 1), minlength=bins) for keys in blocks]
-        device = found[0].device if found else None
-        none = torch.zeros(bins, dtype=torch.int64, device=device)
-        counts.append(sum((one.to(device) for one in found), none))
+        each = [torch.bincount((keys >> low) & (bins - 1), minlength=bins) for keys in blocks]
+        device = each[0].device if each else None
+        zeros = torch.zeros(bins, dtype=torch.int64, device=device)
+        counts.append(sum((count.to(device) for count in each), zeros))
     together = torch.stack([count.to(counts[0].device) for count in counts])
-    how.add_up(together)
+    shards.add_up(together)
     return together.cpu()
 
 
 def _masks(tensors: Sequence[Tensor], threshold: Threshold) -> list[Tensor]:
+    """Returns masks of the keys above the threshold and of the first keys that equal it."""
     room, masks = threshold.ties, []
     for run in runs(tensors):
         flat = torch.empty(sum(t.numel() for t in run), dtype=torch.bool, device=run[0].device)
         for block, mask in zip(Blocks(run), flat.split(block_size(run[0])), strict=True):
             torch.gt(block, threshold.key, out=mask)
             tied = block == threshold.key
-            if found := int(torch.count_nonzero(tied)):
-                mask |= tied if found <= room else tied & (tied.cumsum(0) <= room)
-                room -= min(found, room)
+            if count := int(torch.count_nonzero(tied)):
+                mask |= tied if count <= room else tied & (tied.cumsum(0) <= room)
+                room -= min(count, room)
         for tensor, part in zip(run, flat.split([t.numel() for t in run]), strict=True):
             mask = part.view(tensor.shape)
-            if not tensor.is_contiguous():  # a mask lies in memory as its tensor does
+            if not tensor.is_contiguous():  # a mask has the strides of its tensor
                 mask = torch.empty_like(tensor, dtype=torch.bool).copy_(mask)
             masks.append(mask)
     return masks
@@ -249,45 +252,46 @@ def _masks_of_shards(
     *,
     together: bool,
 ) -> list[Tensor]:
-    """Masks of one process's stretches: ties that come earlier in the whole are kept first.
+    """Returns masks of local parts, in which the first ties of the whole tensors are kept.
 
     Args:
-        tensors: the stretches.
-        thresholds: one for each; the same for all where they are ranked `together`.
-        shards: how each is spread.
-        together: whether ties in one tensor come before those in the next.
+        tensors: Local parts.
+        thresholds: Threshold of each tensor; the same for all if they are ranked `together`.
+        shards: Sharding of each tensor.
+        together: Whether ties in one tensor come before those in the next.
     """
     ties = [_ties(*pair) for pair in zip(tensors, thresholds, strict=True)]
-    here = torch.stack([found.to(ties[0].device) for found in ties]).cpu()
+    here = torch.stack([count.to(ties[0].device) for count in ties]).cpu()
     everywhere = torch.zeros_like(here)
-    for how in dict.fromkeys(shards):
-        found = torch.where(torch.tensor([one == how for one in shards]), here, 0)
-        how.add_up(found)
-        everywhere += found
+    for alike in dict.fromkeys(shards):
+        counts = torch.where(torch.tensor([own == alike for own in shards]), here, 0)
+        alike.add_up(counts)
+        everywhere += counts
     room = torch.tensor([threshold.ties for threshold in thresholds])
     if together:
         room -= everywhere.cumsum(0) - everywhere
-    cut = ((room > 0) & (room < everywhere)).tolist()  # who comes first matters there only
-    for how in dict.fromkeys(shards):
-        which = [i for i, one in enumerate(shards) if one == how and cut[i]]
-        by_rank = torch.zeros(how.size, len(which), dtype=torch.int64)
-        by_rank[how.rank] = here[which]
+    cut = ((room > 0) & (room < everywhere)).tolist()  # only there does the order of ranks matter
+    for alike in dict.fromkeys(shards):
+        which = [i for i, own in enumerate(shards) if own == alike and cut[i]]
+        by_rank = torch.zeros(alike.size, len(which), dtype=torch.int64)
+        by_rank[alike.rank] = here[which]
         if which:
-            how.add_up(by_rank)
-        room[which] -= by_rank[: how.rank].sum(0)
+            alike.add_up(by_rank)
+        room[which] -= by_rank[: alike.rank].sum(0)
     return [
-        _masks([tensor], Threshold(threshold.key, max(int(left), 0)))[0]
-        for tensor, threshold, left in zip(tensors, thresholds, room, strict=True)
+        _masks([tensor], Threshold(threshold.key, max(int(remaining), 0)))[0]
+        for tensor, threshold, remaining in zip(tensors, thresholds, room, strict=True)
     ]
 
 
 def _ties(tensor: Tensor, threshold: Threshold) -> Tensor:
-    found = [torch.count_nonzero(keys == threshold.key) for keys in Blocks([tensor])]
-    return torch.stack(found).sum()
+    """Returns the number of keys that equal the threshold."""
+    counts = [torch.count_nonzero(keys == threshold.key) for keys in Blocks([tensor])]
+    return torch.stack(counts).sum()
 
 
 def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None:
-    """Returns `keep_largest` of the CUDA kernels if that can select from `tensors`."""
+    """Returns `keep_largest` of the CUDA kernels if it supports `tensors`, otherwise None."""
     kernels = cuda_kernels()
     if kernels is None or not tensors or not tensors[0].is_cuda:
         return None
@@ -313,12 +317,12 @@ def _integer(dtype: torch.dtype) -> torch.dtype:
 
 
 def key_bits(tensors: Sequence[Tensor]) -> int:
-    """Returns how many bits a key of these tensors, all of one dtype, has."""
+    """Returns the number of bits in a key of these tensors, all of one dtype."""
     return torch.iinfo(_INTEGERS[tensors[0].dtype]).bits - 1
 
 
 def comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns `tensors` in one dtype, the smallest that holds all their values."""
+    """Returns `tensors` in one dtype, the smallest that represents all their values."""
     dtypes = {tensor.dtype for tensor in tensors}
     for dtype in dtypes:
         _integer(dtype)
@@ -329,7 +333,7 @@ def comparable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class Blocks:
-    """The keys of `tensors`, a block at a time, as often as asked for."""
+    """Keys of `tensors`, a block at a time; they can be iterated over repeatedly."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -341,12 +345,12 @@ class Blocks:
 
 
 def block_size(tensor: Tensor) -> int:
-    """Returns how many elements to treat at a time where `tensor` is."""
+    """Returns the number of elements to process at a time on the device of `tensor`."""
     return BLOCK * CUDA_BLOCKS if tensor.is_cuda else BLOCK
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields tensors in order, small ones several at a time: no more than a block together."""
+    """Yields tensors in order, several small ones at a time: at most a block together."""
     run: list[Tensor] = []
     size = 0
     for tensor in tensors:

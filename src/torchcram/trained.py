@@ -1,7 +1,7 @@
-"""Which weights of a model CrAM trained for compression, remembered for what comes after training.
+"""Record of the weights that CrAM trained for compression, and their names without wrappers.
 
-A model that was trained with its classifier left dense loses accuracy when the classifier is
-compressed as well. Whoever compresses it is told so.
+A model that was trained with a dense classifier loses accuracy when the classifier is compressed as
+well; compressing it warns of that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch leaves them out of names, too
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch drops them from names, too
 
 
 class _Training:
-    """One optimizer that trains a model for compression; what it was told about is said once."""
+    """Training of a model for compression by one optimizer, which warns once."""
 
     def __init__(self) -> None:
         self.warned = False
@@ -33,7 +33,7 @@ _trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # _Training by parameter
 
 
 def mark_trained(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Remembers `weights` as those that `model` is trained to have compressed."""
+    """Records `weights` as those weights of `model` that are trained for compression."""
     training = _Training()
     for parameter in model.parameters():
         _trained.pop(parameter, None)
@@ -42,7 +42,7 @@ def mark_trained(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def copy_marks(model: nn.Module, twin: nn.Module) -> None:
-    """Remembers of the parameters of `twin` what is known of those of `model`, its original."""
+    """Copies the record of the parameters of `model` to those of its copy `twin`."""
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         if parameter in _trained:
             _trained[copied] = _trained[parameter]
@@ -68,12 +68,12 @@ def warn_of_untrained(weights: Mapping[str, Tensor]) -> None:
 
 
 def warn_of_other_weights(trained: Iterable[str], here: Iterable[str]) -> None:
-    """Warns if a training goes on with other weights to compress than it had before."""
+    """Warns if a training continues with other weights to compress than before."""
     before, now = set(trained), set(here)
     if before != now:
         parts = [
-            f"{which}: {list_names(sorted(names))}"
-            for which, names in (("only before", before - now), ("only now", now - before))
+            f"{when}: {list_names(sorted(names))}"
+            for when, names in (("only before", before - now), ("only now", now - before))
             if names
         ]
         warn_caller(f"the state is of a training that compressed other weights; {'; '.join(parts)}")

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchcram.artifact.bits import CHUNK, pack, packed_size, unpack, unpack_some
+from torchcram.artifact.integers import CHUNK, pack, packed_size, unpack, unpack_some
 
 
 @given(st.integers(1, 8), st.integers(0, 200), st.integers(0, 1 << 30))

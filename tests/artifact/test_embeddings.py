@@ -67,8 +67,8 @@ def test_values_are_not_for_tables(tmp_path):
     ("model", "to", "said"),
     [
         (Net(), "uniform:0.5", "'uniform:0.5': allowed are int2 to int8"),
-        (nn.Linear(4, 4), "int8", "there are none in the model"),
-        (Net().state_dict(), "int8", "of a state dict nobody can tell"),
+        (nn.Linear(4, 4), "int8", "the model has none"),
+        (Net().state_dict(), "int8", "a state dict does not tell"),
     ],
 )
 def test_what_cannot_be_rounded_is_refused_before_a_file_is_there(tmp_path, model, to, said):

@@ -32,11 +32,11 @@ def test_a_packed_matrix_out_of_a_file_is_checked(tmp_path):
     bad = model[0].packed.clone()
     columns = slice(*bad[:80].view(torch.int64)[8:10].tolist())
     bad[columns].view(torch.int16)[2:6] = -1  # rows that are not there
-    with pytest.raises(ValueError, match="no packed sparse matrix"):
+    with pytest.raises(ValueError, match="not a packed sparse matrix"):
         check_packed(bad)
     artifact.save({"0.packed": bad}, tmp_path / "bad")
     expected = model(x)
-    with pytest.raises((ValueError, RuntimeError), match="no packed sparse matrix"):
+    with pytest.raises((ValueError, RuntimeError), match="not a packed sparse matrix"):
         artifact.load(tmp_path / "bad", model)
     assert torch.equal(model(x), expected)
     model[0].packed.zero_()

@@ -98,7 +98,7 @@ def test_bad_targets_leave_nothing(run, arguments, said):
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, monkeypatch):
-    monkeypatch.setattr("torchcram.experiments.evaluation.results_store.measure", None)
+    monkeypatch.setattr("torchcram.experiments.results_store.measure", None)
     Path("file").write_text("mine")
     assert "file" in fail("compress", run, "--to", "int4", "--json", "file/found.json")
 

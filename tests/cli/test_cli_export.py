@@ -52,7 +52,7 @@ def test_without_options_the_targets_of_the_recipe_go_into_the_run_folder(run):
 def test_rounded_values_are_tested_as_they_come_out_of_the_file(run, monkeypatch):
     tested = []
     score = "torchcram.experiments.export.score_on_test"
-    from torchcram.experiments.evaluation.evaluate import score_on_test
+    from torchcram.experiments.evaluation.compressed_models import score_on_test
 
     def watched(model, *rest, **options):
         tested.append({name: value.clone() for name, value in model.state_dict().items()})
@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_the_earlier_file(run):
         (["--format", "pickle"], "--format pickle: allowed are torchcram, safetensors, transf"),
         (["--values", "int8"], "--values int8: allowed are fp32, fp16, bf16"),
         (["--values", "fp16", "--format", "onnx"], "only --format torchcram gets smaller by tha"),
-        (["--embeddings", "int8"], "embeddings 'int8': there are none in the model"),
+        (["--embeddings", "int8"], "embeddings 'int8': the model has none"),
         (["--embeddings", "int8", "--format", "safetensors"], "only --format torchcram gets sma"),
         (["--format", "transformers"], "convnet-digits is no model of Transformers"),
         (["--to", "top:0.5"], "cannot read 'top:0.5'"),

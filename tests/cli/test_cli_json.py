@@ -43,7 +43,7 @@ def test_standard_output_is_the_file(words, kind, run):
 
 def test_what_libraries_print_goes_elsewhere(run, monkeypatch):
 
-    from torchcram.experiments.evaluation import results_store
+    from torchcram.experiments import results_store
 
     quiet = results_store.one_shot
 

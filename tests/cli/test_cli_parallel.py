@@ -9,7 +9,8 @@ import pytest
 from commands import CRAM, SGD, command, succeed
 
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.training.parallel import Failure, cores
+from torchcram.experiments.machine import cores
+from torchcram.experiments.training.parallel import Failure
 
 ONE = ["--set", "compress.to=[global:0.9]"]
 LINE = ["train", SGD, *ONE, "--parallel", "--results", "results", "--device", "cpu"]

@@ -45,8 +45,8 @@ def test_a_finished_run_only_shows_its_table(monkeypatch):
     def no_work(*_args, **_options):
         raise AssertionError("nothing is to be computed")
 
-    monkeypatch.setattr("torchcram.experiments.evaluation.results_store.one_shot", no_work)
-    monkeypatch.setattr("torchcram.experiments.training.run.Run.finish", no_work)
+    monkeypatch.setattr("torchcram.experiments.results_store.one_shot", no_work)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.Run.finish", no_work)
     again = succeed("train", SGD, "--epochs", 1, *ONE)
     assert again.stdout == one.stdout
     assert again.stderr == ""
@@ -55,7 +55,7 @@ def test_a_finished_run_only_shows_its_table(monkeypatch):
 
 def test_other_targets_are_measured_without_training_again(monkeypatch):
     succeed("train", SGD, "--epochs", 1, *ONE)
-    monkeypatch.setattr("torchcram.experiments.training.run.Run.finish", None)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.Run.finish", None)
     done = succeed("train", SGD, "--epochs", 1, "--set", "compress.to=[int4]")
     assert "│ int4 " in done.stdout
     assert "global:0.9" not in done.stdout

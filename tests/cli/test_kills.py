@@ -11,7 +11,7 @@ from kills import check_kills, needs_fork
 from runs import digits, recipe
 
 from torchcram import artifact
-from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.trainer import train
 from torchcram.report.demo import write_files
@@ -30,9 +30,11 @@ def folder(tmp_path, monkeypatch):
     data = digits(train=1437, test=360)
     for module in ("compress", "export"):
         monkeypatch.setattr(f"torchcram.cli.{module}.load", lambda *_, **__: data)
-    for module in ("evaluation.oneshot.score", "export.score_on_test"):
+    for module in ("evaluation.compressed_models.score_model", "export.score_on_test"):
         monkeypatch.setattr(f"torchcram.experiments.{module}", lambda *_, **__: Score(0.5))
-    monkeypatch.setattr("torchcram.experiments.evaluation.oneshot.tune_", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "torchcram.experiments.evaluation.compressed_models.tune_", lambda *_, **__: None
+    )
     return work
 
 

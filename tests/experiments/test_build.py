@@ -4,15 +4,15 @@ from runs import CPU, digits, recipe
 from torch.optim import SGD, AdamW
 
 from torchcram import C_SAM, SAM, CrAM, GlobalTopK
-from torchcram.experiments.training.build import (
+from torchcram.experiments.machine import machine_name, versions
+from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
     build_optimizer,
-    place,
+    to_device,
     trained_weights,
 )
 from torchcram.experiments.training.log import MaskChange
-from torchcram.experiments.versions import machine_name, versions
 
 
 def model_of(given, seed=0):
@@ -84,7 +84,7 @@ def test_batches_are_those_of_the_recipe():
 
 def test_a_model_on_the_cpu_stays_as_it_is():
     model = model_of(recipe())
-    assert place(model, CPU) is model
+    assert to_device(model, CPU) is model
     assert model.features[3].weight.is_contiguous()
 
 

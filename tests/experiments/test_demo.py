@@ -34,9 +34,10 @@ def test_another_seed_gives_other_numbers(tiny, tmp_path):
     assert scores(run_demo(tmp_path, epochs=1, seed=1)) != scores(tiny)
 
 
-def test_a_finished_demonstration_is_not_trained_again(tiny, monkeypatch):
-    monkeypatch.setattr("torchcram.experiments.training.trainer.Loop", None)
+def test_a_finished_demonstration_is_not_trained_again(tiny):
+    logs = [(run / "log.jsonl").read_bytes() for run in tiny.runs]  # they have times in them
     assert scores(run_demo(tiny.runs[0].parent, epochs=1)) == scores(tiny)
+    assert [(run / "log.jsonl").read_bytes() for run in tiny.runs] == logs
 
 
 def test_other_settings_have_folders_of_their_own(tiny):

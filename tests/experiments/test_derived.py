@@ -8,12 +8,11 @@ from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
 
 from torchcram import compressible_weights, sparsity
 from torchcram.experiments.data.images import DataSet, Images
-from torchcram.experiments.derived_start import read_origin
-from torchcram.experiments.evaluation.oneshot import one_shot
-from torchcram.experiments.finetuning import finetune
+from torchcram.experiments.evaluation.compressed_models import one_shot
+from torchcram.experiments.finetuning import finetune, read_origin
+from torchcram.experiments.io.weights import load_model_
+from torchcram.experiments.recipe.build import build_batches
 from torchcram.experiments.recipe.overrides import finetune_recipe, transfer_recipe
-from torchcram.experiments.training.build import build_batches
-from torchcram.experiments.training.run_folder import load_model_
 from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import load_trained
 
@@ -110,7 +109,7 @@ def test_stopped_before_the_origin_was_written_it_begins_anew(tmp_path, source, 
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchcram.experiments.derived_start.write_atomically", stop)
+        patch.setattr("torchcram.experiments.finetuning.write_atomically", stop)
         with pytest.raises(Stop):
             tuned(source, "global:0.8", tmp_path, data)
     assert (tmp_path / "start.safetensors").exists()

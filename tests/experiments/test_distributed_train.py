@@ -16,10 +16,10 @@ from torch import nn
 
 from torchcram.cli import options
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.models import build as models
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.training import build
+from torchcram.experiments.results_store import outcome
+from torchcram.experiments.tasks import images
 from torchcram.experiments.training import log as runlog
 from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch
 from torchcram.experiments.training.log import read_log
@@ -58,7 +58,7 @@ class Random(nn.Module):
 def small():
     """Nets that a recipe may name, tests in four batches, and no TensorBoard, which is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "TEST_BATCH", (16, 30))
+        patch.setattr(images, "TEST_BATCH", (16, 30))
         patch.setattr(runlog, "_tensorboard", lambda *_: None)
         patch.setitem(models._MODELS, "plain", plain)
         patch.setitem(models._MODELS, "random", Random)
@@ -80,9 +80,9 @@ def keeping():
     kept = []
 
     class Keeping(EagerStep):
-        def __init__(self, model, *others):
+        def __init__(self, model, *others, **options):
             kept.append(model)
-            super().__init__(model, *others)
+            super().__init__(model, *others, **options)
 
     return kept, Keeping
 

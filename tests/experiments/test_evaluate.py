@@ -3,8 +3,9 @@ import torch
 from runs import CPU, digits, recipe
 from torch import nn
 
-from torchcram.experiments.evaluation.evaluate import accuracy_on_test, evaluate
-from torchcram.experiments.training.build import build_batches, build_initial_model
+from torchcram.experiments.evaluation.compressed_models import score_on_test
+from torchcram.experiments.recipe.build import build_batches, build_initial_model
+from torchcram.experiments.tasks.images import accuracy as evaluate
 
 
 class Told(nn.Module):
@@ -64,6 +65,6 @@ def test_the_test_images_are_all_looked_at_once_as_they_are():
     images = data.test.images.permute(0, 3, 1, 2) / 255
     scores = model((images - data.mean[0]) / data.std[0])
     expected = float((scores.argmax(1) == data.test.labels).double().mean())
-    assert accuracy_on_test(model, given, data, device=CPU) == pytest.approx(expected, abs=1e-9)
+    assert score_on_test(model, given, data, device=CPU).value == pytest.approx(expected, abs=1e-9)
     batches = build_batches(given, data, train=False, device=CPU, seed=0)
     assert sum(len(labels) for _, labels in batches.epoch(0)) == 77

@@ -4,8 +4,8 @@ import pytest
 import torch
 from runs import CPU, digits, recipe
 
+from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training import cuda_graph_steps as fast
-from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training.steps import EagerStep
 
 

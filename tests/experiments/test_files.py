@@ -11,10 +11,28 @@ from torchcram.experiments.io.files import (
     locked,
     naming_errors,
     remove_leftovers,
+    slug,
 )
 from torchcram.files import temporary_folder
 
 fcntl = pytest.importorskip("fcntl")
+
+
+@pytest.mark.parametrize(
+    ("text", "keep", "name"),
+    [
+        ("global:0.9", "", "global-0.9"),
+        ("nm:2:4", "", "nm-2-4"),
+        ("global:0.8+int4", "", "global-0.8-int4"),
+        ("global:0.8+int4", "+", "global-0.8+int4"),
+        ("obs:m64@uniform:0.7", "", "obs-m64-uniform-0.7"),
+        ("obs:m64@uniform:0.7", "+@", "obs-m64@uniform-0.7"),
+        ("a_b-c/../d  e", "", "a_b-c-..-d-e"),
+        ("]^[a", "^]", "]^-a"),
+    ],
+)
+def test_a_text_becomes_part_of_a_file_name(text, keep, name):
+    assert slug(text, keep) == name
 
 
 def test_one_waits_for_another_to_leave_a_folder(tmp_path):

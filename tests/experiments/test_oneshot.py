@@ -9,11 +9,14 @@ from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram import compress, compressible_weights, tune_batchnorm_
 from torchcram.experiments.data.images import calibration_batches
-from torchcram.experiments.evaluation.evaluate import accuracy_on_test
-from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.compressed_models import (
+    compressed_models,
+    one_shot,
+    score_on_test,
+)
+from torchcram.experiments.io.weights import load_model_
 from torchcram.experiments.seeds import mixed
-from torchcram.experiments.tasks.score import Score
-from torchcram.experiments.training.run_folder import load_model_
+from torchcram.experiments.tasks import Score
 from torchcram.operators import nm
 
 GIVEN = recipe("compress.calibration_samples=100", method="sgd", epochs=2)
@@ -60,10 +63,13 @@ def test_every_target_is_measured_before_and_after_tuning(trained, data):
 def test_it_does_what_the_library_does(trained, data):
     (found,) = measured(trained, data, ["global:0.7"], seed=3)
     small = compress(trained.model, "global:0.7")
-    before = accuracy_on_test(small, GIVEN, data, device=CPU)
+    before = score_on_test(small, GIVEN, data, device=CPU).value
     batches = calibration_batches(data, 100, 64, augment="shift", device=CPU, seed=mixed(3, 0))
     tune_batchnorm_(small, batches)
-    assert (found.before, found.after) == (before, accuracy_on_test(small, GIVEN, data, device=CPU))
+    assert (found.before, found.after) == (
+        before,
+        score_on_test(small, GIVEN, data, device=CPU).value,
+    )
     assert found.before != found.after
 
 
@@ -80,10 +86,10 @@ def test_trials_use_other_calibration_sets_and_give_mean_and_deviation(trained, 
 
 
 def test_the_deviation_is_that_of_a_sample(trained, data, monkeypatch):
-    from torchcram.experiments.evaluation import oneshot
+    from torchcram.experiments.evaluation import compressed_models
 
     values = iter([0.5, 0.1, 0.2, 0.6])
-    monkeypatch.setattr(oneshot, "score", lambda *_, **__: Score(next(values)))
+    monkeypatch.setattr(compressed_models, "score_model", lambda *_, **__: Score(next(values)))
     (found,) = measured(trained, data, ["global:0.7"], trials=3)
     assert found.before == 0.5
     assert found.after == pytest.approx(0.3)
@@ -91,14 +97,14 @@ def test_the_deviation_is_that_of_a_sample(trained, data, monkeypatch):
 
 
 def test_the_seed_chooses_the_calibration_sets(trained, data, monkeypatch):
-    from torchcram.experiments.evaluation import evaluate
+    from torchcram.experiments.evaluation import compressed_models
 
     seen = []
 
     def look(_, batches):
         seen.append(torch.cat([images.flatten() for images, _ in batches]))
 
-    monkeypatch.setattr(evaluate, "tune_batchnorm_", look)
+    monkeypatch.setattr(compressed_models, "tune_batchnorm_", look)
     measured(trained, data, ["global:0.5", "int4"], trials=2)
     measured(trained, data, ["global:0.5"], seed=1)
     first, second, again, other_again, other_seed = seen
@@ -122,7 +128,10 @@ def test_layers_that_nm_leaves_dense_are_in_the_log_once(trained, data, caplog):
         (found, _) = measured(trained, data, ["nm:2:4", "nm:2:4+int8"])
         measured(trained, data, ["nm:2:4"])
     assert [record.message for record in caplog.records] == [
-        "nm:2:4 leaves dense, their input dimension being no multiple of 4: features.0.weight"
+        (
+            "nm:2:4 leaves dense the layers whose input dimension is no multiple of 4: "
+            "features.0.weight"
+        )
     ]
     assert 0.4 < found.sparsity < 0.5
 
@@ -133,21 +142,22 @@ def test_compressed_models_can_be_saved(trained, data, tmp_path):
     assert names == ["global-0.9.safetensors", "int4-g4.safetensors"]
     model = compress(trained.model, "int8")
     load_model_(model, tmp_path / "small" / "global-0.9.safetensors")
-    assert accuracy_on_test(model, GIVEN, data, device=CPU) == found[0].after
+    assert score_on_test(model, GIVEN, data, device=CPU).value == found[0].after
 
 
 def test_saved_models_are_tuned_on_the_first_of_several_calibration_sets(trained, data, tmp_path):
-    used = {}
-
-    def use(target, model):
-        used[target.operator] = {n: value.clone() for n, value in model.state_dict().items()}
-
     targets = ["global:0.9", "int4"]
     measured(trained, data, targets, save_to=tmp_path / "one")
-    found = measured(trained, data, targets, trials=3, save_to=tmp_path / "three", use=use)
+    measured(trained, data, targets, trials=3, save_to=tmp_path / "three")
+    used = {
+        str(small.operator): small.model.state_dict()
+        for small in compressed_models(
+            trained.model, GIVEN, data, targets, device=CPU, seed=0, trials=3
+        )
+    }
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "three" / path.name).read_bytes()
-    assert list(used) == [target.operator for target in found] == targets
+    assert list(used) == targets
     model = compress(trained.model, "int8")
     load_model_(model, tmp_path / "one" / "global-0.9.safetensors")
     assert same(used["global:0.9"], model.state_dict())

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from runs import CPU, digits, one_thread, recipe, run
 
-from torchcram.experiments.evaluation import results_store as module
+from torchcram.experiments import results_store as module
 from torchcram.experiments.evaluation.results import SeedResult, read_result
-from torchcram.experiments.evaluation.results_store import add_to_results, check_results, outcome
+from torchcram.experiments.results_store import add_to_results, check_results, outcome
 
 GIVEN = recipe("compress.to=[global:0.5, int4]", method="sgd", epochs=1)
 

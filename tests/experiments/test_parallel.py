@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from torchcram.experiments.training.parallel import Job, cores, run_jobs
+from torchcram.experiments.machine import cores
+from torchcram.experiments.training.parallel import Job, run_jobs
 
 
 def job(name, code):

@@ -4,11 +4,10 @@ from commands import SGD, fail, succeed
 from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram import NM, compressible_weights
-from torchcram.experiments.evaluation.oneshot import one_shot
-from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
+from torchcram.experiments.evaluation.compressed_models import looks_at_data, one_shot, pruned
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.training.build import target_weights
-from torchcram.experiments.training.run_folder import load_model_
+from torchcram.experiments.io.weights import load_model_
+from torchcram.experiments.recipe.build import target_weights
 from torchcram.experiments.training.trainer import load_trained
 from torchcram.pruners import parse_pruner
 
@@ -73,7 +72,7 @@ def test_batches_are_as_many_as_are_needed(folder, data, monkeypatch):
     def count(_model, _operator, batches, **_):
         counts.append([sum(len(labels) for _, labels in batches) for _ in range(2)])
 
-    monkeypatch.setattr("torchcram.experiments.evaluation.pruning.prune_", count)
+    monkeypatch.setattr("torchcram.experiments.evaluation.compressed_models.prune_", count)
     model = load_trained(folder, CPU).model
     for text in ("wanda@uniform:0.5", "obs:m12@uniform:0.5+int8"):
         pruned(model, parse_pruner(text), GIVEN, data=data, device=CPU, seed=0)
@@ -133,7 +132,7 @@ def test_the_loss_is_that_of_the_recipe(folder, data, monkeypatch):
         batch = next(iter(batches))
         seen.append((loss(model.eval(), batch), model(batch[0]), batch[1]))
 
-    monkeypatch.setattr("torchcram.experiments.evaluation.pruning.prune_", prune)
+    monkeypatch.setattr("torchcram.experiments.evaluation.compressed_models.prune_", prune)
     given = recipe("train.label_smoothing=0.2", method="sgd")
     model = load_trained(folder, CPU).model
     pruned(model, parse_pruner("obs@uniform:0.5"), given, data=data, device=CPU, seed=0)

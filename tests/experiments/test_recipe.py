@@ -1,16 +1,21 @@
 import json
 import re
+import shutil
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nets import closure_for, same, snapshot
+from recipe_digests import FILE, digests
 from torch.optim import SGD
 
+import torchcram
 from torchcram import CrAM, compressible_weights
+from torchcram.experiments.data.images import AUGMENTS
 from torchcram.experiments.io.yaml_text import dump, parse
 from torchcram.experiments.models import build_model
 from torchcram.experiments.recipe import (
@@ -26,12 +31,13 @@ from torchcram.experiments.recipe import (
     recipe_names,
 )
 from torchcram.experiments.recipe import loading as module
-from torchcram.experiments.recipe.schema import AUGMENTS, OPTIMIZERS, PRECISIONS, SCHEDULES
+from torchcram.experiments.recipe.schema import OPTIMIZERS, PRECISIONS, SCHEDULES
 from torchcram.optim.rules import RULES
 
 HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))
 SGD20 = "cifar10/resnet20/sgd"
 MULTI20 = "cifar10/resnet20/cram-plus-multi"
+FAMILY20 = Path(torchcram.__file__).parent / "recipes" / "cifar10" / "resnet20.yaml"
 SMALL = ("resnet20", "convnet-digits")  # so small that every recipe of theirs takes a step
 ALL = {name: load_recipe(name) for name in recipe_names()}
 EVERY = {name: one for name, one in ALL.items() if one.text is None}  # those of texts: text/
@@ -106,7 +112,7 @@ def parameters_of(recipe):
 def test_every_recipe_is_in_order(name):
     recipe = EVERY[name]
     assert recipe.name == name
-    assert recipe.task == recipe.data.name
+    assert recipe.task_name == recipe.data.name
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert (recipe.cram is None) == (recipe.method in ("sgd", "sgd-2x", "transfer"))
     if (cram := recipe.cram) is not None:
@@ -117,7 +123,7 @@ def test_every_recipe_is_in_order(name):
 
 
 def shape_of(recipe):
-    return (2, 1, 8, 8) if recipe.task == "digits" else (2, 3, 32, 32)
+    return (2, 1, 8, 8) if recipe.task_name == "digits" else (2, 3, 32, 32)
 
 
 def cases():
@@ -191,7 +197,7 @@ def test_the_rows_of_the_paper_are_there(table):
 
 
 def test_titles_are_different_within_a_table():
-    titles = [(recipe.task, recipe.architecture, recipe.title) for recipe in EVERY.values()]
+    titles = [(recipe.task_name, recipe.architecture, recipe.title) for recipe in EVERY.values()]
     assert len(set(titles)) == len(titles)
 
 
@@ -230,15 +236,27 @@ def test_the_other_cifar10_has_the_same_recipes():
         assert EVERY[name] == replace(twin, name=name, data=data)
 
 
+def test_no_recipe_has_changed():
+    assert digests() == json.loads(FILE.read_text())  # `python tests/recipe_digests.py` writes them
+
+
 def test_the_recipes_are_found_in_an_archive(monkeypatch, tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for name in (SGD20, MULTI20):
-            text = module._packaged().joinpath(f"{name}.yaml").read_text("utf-8")
-            archive.writestr(f"recipes/{name}.yaml", text)
+        archive.write(FAMILY20, "recipes/cifar10/resnet20.yaml")
     root = zipfile.Path(tmp_path / "a.zip", "recipes/")
-    monkeypatch.setattr(module, "_packaged", lambda: root)
-    assert recipe_names() == [MULTI20, SGD20]
+    monkeypatch.setattr(module, "_packaged_recipes", lambda: module._recipes_below(root))
+    assert recipe_names() == [name for name in ALL if re.match("cifar10(-jpeg)?/resnet20/", name)]
     assert load_recipe(MULTI20) == EVERY[MULTI20]
+
+
+def test_a_recipe_is_in_one_file_of_the_package(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    shutil.copy(FAMILY20, tmp_path / "a" / "net.yaml")
+    shutil.copy(FAMILY20, tmp_path / "b" / "net.yaml")
+    said = r"^recipes/[ab]/net.yaml:(cifar10-jpeg/resnet20/\S+) is also recipes/[ab]/net.yaml:\1$"
+    with pytest.raises(ValueError, match=said):
+        module._recipes_below(tmp_path)
 
 
 # files of the user's
@@ -309,8 +327,8 @@ def test_files_that_extend_each_other_are_refused(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the whole is None; allowed: a section"),
-        ("- 1", r"the whole is \[1\]; allowed: a section"),
+        ("", "the document is None; allowed: a section"),
+        ("- 1", r"the document is \[1\]; allowed: a section"),
         ("title: x", "data is missing; allowed: a section"),
         ("extends: 3", "extends: there is no recipe '3'; allowed: a name"),
         ("extends: cifar10/resnet20/sgb", r"extends: .*did you mean 'cifar10/resnet20/sgd'"),
@@ -346,6 +364,156 @@ def test_an_unknown_name_is_refused(name):
         load_recipe(name)
     assert repr(name) in str(error.value)
     assert (f"did you mean '{MULTI20}'" in str(error.value)) == name.startswith("cifar10/")
+
+
+# families of the user's
+
+
+FAMILY = f"""
+base: {{extends: {SGD20}, train: {{epochs: 30}}, optimizer: {{lr: 0.5}}}}
+methods:
+  plain: {{title: Plain}}
+  sparse: {{title: Sparse, train: {{epochs: 40}}, cram: {{operators: [int4], rho: 0.3}}}}
+  sparser: {{from: sparse, title: Sparser, cram: {{operators: [int3]}}}}
+variants:
+  cifar100/wide: {{data: {{name: cifar100}}, train: {{epochs: 50, batch_size: 7}}}}
+  a/b: {{methods: [plain], title: Not this}}
+"""
+
+
+def test_methods_change_the_base(write):
+    path, sgd = write(FAMILY), EVERY[SGD20]
+    optimizer = replace(sgd.optimizer, lr=0.5)
+    plain = replace(
+        sgd,
+        name="cifar10/resnet20/plain",
+        title="Plain",
+        train=replace(sgd.train, epochs=30),
+        optimizer=optimizer,
+    )
+    assert load_recipe(f"{path}:plain") == plain
+    assert load_recipe(f"{path}:sparser") == replace(
+        plain,
+        name="cifar10/resnet20/sparser",
+        title="Sparser",
+        train=replace(sgd.train, epochs=40),
+        cram=CramConfig(operators=("int3",), rho=0.3),
+    )
+    assert load_recipe(f"{path}:plain", ["data.name=x"]).name == "x/resnet20/plain"
+
+
+def test_variants_change_the_base_and_methods_have_the_last_word(write):
+    path = write(FAMILY)
+    for method, epochs in (("plain", 50), ("sparse", 40), ("sparser", 40)):
+        recipe, variant = load_recipe(f"{path}:{method}"), f"cifar100/wide/{method}"
+        assert load_recipe(f"{path}:{variant}") == replace(
+            recipe,
+            name=variant,
+            data=replace(recipe.data, name="cifar100"),
+            train=replace(recipe.train, epochs=epochs, batch_size=7),
+        )
+    assert load_recipe(f"{path}:a/b/plain") == replace(
+        load_recipe(f"{path}:plain"), name="a/b/plain"
+    )
+
+
+def test_a_file_extends_a_recipe_of_a_family(write):
+    write(FAMILY, "family.yaml")
+    recipe = load_recipe(write("extends: ./family.yaml:sparser\ntitle: Mine"))
+    assert (recipe.name, recipe.title) == ("cifar10/resnet20/mine", "Mine")
+    assert recipe.cram.operators == ("int3",)
+
+
+def test_the_family_in_the_documentation_is_in_order(write):
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    path = write(re.search(r"```yaml\n(base:.*?)```", text, re.DOTALL)[1])
+    assert load_recipe(f"{path}:plain").train.epochs == 10
+    assert load_recipe(f"{path}:int4-short").train.epochs == 5
+    assert load_recipe(f"{path}:digits/wide/int4").model.name.endswith("nets.py:mlp")
+    assert load_recipe(f"{path}:cifar10/resnet20/int4").cram.operators == ("int4",)
+
+
+def test_a_family_that_extends_itself_is_refused(write):
+    path = write("base: {extends: mine.yaml:a}\nmethods: {a: {title: A}}")
+    with pytest.raises(ValueError, match=r"mine\.yaml:a extends itself"):
+        load_recipe(f"{path}:a")
+
+
+KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: {}", "methods is missing"),
+        ("base: {}\nmethods: {}", "methods is {}; allowed: at least one method"),
+        ("methods: {a: {}}", "base is missing"),
+        ("variants: {}", "base is missing"),
+        ("base: {}\nmethods: {a: }", "methods.a is None; allowed: a section"),
+        ("base: {}\nmethods: {a/b: {}}", "methods is 'a/b'; allowed: names without a slash"),
+        ("base: {}\nmethods: {a: {}}\ntitle: x", "title is no known key; allowed: base, methods,"),
+        (
+            "base: {trian: 1}\nmethods: {a: {}}",
+            rf"base.trian is no known key \(did you mean 'train'\?\); allowed: extends, {KEYS}$",
+        ),
+        (
+            "base: {}\nmethods: {a: {name: a/b/c}}",
+            rf"methods.a.name is no known key.*; allowed: from, {KEYS}$",
+        ),
+        (
+            "base: {}\nmethods: {a: {}}\nvariants: {a/b: {from: a}}",
+            rf"variants.a/b.from is no known key; allowed: methods, {KEYS}$",
+        ),
+        ("base: {}\nmethods: {a: {from: 1}}", "methods.a.from is 1; allowed: the name of a method"),
+        (
+            "base: {}\nmethods: {sgd: {}, a: {from: sgb}}",
+            r"methods.a.from is 'sgb' \(did you mean 'sgd'\?\); allowed: sgd, a$",
+        ),
+        ("base: {}\nmethods: {a: {from: a}}", "methods.a.from is 'a'; allowed: a method that does"),
+        (
+            "base: {}\nmethods: {a: {from: b}, b: {from: c}, c: {from: b}}",
+            "methods.c.from is 'b'; allowed: a method that does not start from this one",
+        ),
+        (
+            "base: {}\nmethods: {a: {}}\nvariants: {b: {}}",
+            "variants is 'b'; allowed: names <task>/<model>",
+        ),
+        *(
+            (
+                f"base: {{}}\nmethods: {{a: {{}}}}\nvariants: {{b/c: {{methods: {methods}}}}}",
+                message,
+            )
+            for methods, message in (
+                ("a", "variants.b/c.methods is 'a'; allowed: a list of methods"),
+                ("[]", r"variants.b/c.methods is \[\]; allowed: a list of methods"),
+                ("[1]", "variants.b/c.methods is 1; allowed: names of methods"),
+                ("[a, x]", "variants.b/c.methods is 'x'; allowed: a$"),
+                ("[a, a]", r"variants.b/c.methods is \['a', 'a'\]; allowed: every method once"),
+            )
+        ),
+    ],
+)
+def test_a_bad_family_is_refused_by_name(write, text, message):
+    path = write(text)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {message}"):
+        load_recipe(f"{path}:a")
+
+
+def test_a_recipe_of_a_family_is_named(write):
+    path = write(FAMILY)
+    names = "plain, sparse, sparser, cifar100/wide/plain, .*, a/b/plain$"
+    with pytest.raises(ValueError, match=rf"has several recipes; allowed: .*yaml:NAME .* {names}"):
+        load_recipe(path)
+    with pytest.raises(ValueError, match=rf"no recipe 'plan' \(did you mean 'plain'\?\).* {names}"):
+        load_recipe(f"{path}:plan")
+    with pytest.raises(ValueError, match="has no recipe 'a/b/sparse'"):
+        load_recipe(f"{path}:a/b/sparse")
+    with pytest.raises(
+        ValueError, match=r"other\.yaml:a: the file has no methods; allowed: .*yaml$"
+    ):
+        load_recipe(f"{write(f'extends: {SGD20}', 'other.yaml')}:a")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:plain, .*train.epochs is 0"):
+        load_recipe(f"{path}:plain", ["train.epochs=0"])
 
 
 # overrides
@@ -421,7 +589,7 @@ def test_a_bad_value_is_refused(override, message):
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(MULTI20, [override])
     found = str(error.value)
-    assert found.startswith(f"recipes/{MULTI20}.yaml, which extends recipes/{SGD20}.yaml")
+    assert found.startswith("recipes/cifar10/resnet20.yaml:cram-plus-multi, with ")
     assert re.search(rf", with {re.escape(override)}: ", found)
 
 

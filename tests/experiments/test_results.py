@@ -182,7 +182,7 @@ def test_what_json_allows_and_we_do_not_is_refused(tmp_path):
     twice = text.replace('"title"', '"data": "x", "title"', 1)
     assert "'data' appears twice" in refused(tmp_path, None, twice)
     assert "not JSON" in refused(tmp_path, None, "[" * 100_000)
-    assert "the whole is [1]" in refused(tmp_path, [1])
+    assert "the document is [1]" in refused(tmp_path, [1])
     (tmp_path / "bad.json").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match=r"bad\.json is not JSON"):
         read_result(tmp_path / "bad.json")

@@ -5,7 +5,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from torchcram import CrAM
-from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training.steps import EagerStep, autocast
 
 

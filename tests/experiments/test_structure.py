@@ -93,7 +93,7 @@ def test_integers_do_for_numbers():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], r"the whole is \[\]; allowed: a section with the keys count, leaf"),
+        ([], r"the document is \[\]; allowed: a section with the keys count, leaf"),
         ({}, r"count is missing; allowed: an integer"),
         ({"count": 1}, r"leaf is missing; allowed: a section with the keys number, names"),
         ({"count": 1, "leaf": {}}, r"leaf.number is missing; allowed: a finite number"),
@@ -112,7 +112,7 @@ def test_integers_do_for_numbers():
         ({"count": 1, "leaf": {"number": -1}}, r"leaf.number is -1.0; allowed: at least 0"),
         (
             {"count": 1, "leaf": {"number": 1, "names": "ab"}},
-            r"leaf.names is 'ab'; allowed: a list, of which each is a text",
+            r"leaf.names is 'ab'; allowed: a list in which each item is a text",
         ),
         ({"count": 1, "leaf": {"number": 1, "names": ["a", 1]}}, r"leaf.names\[1\] is 1; allowed"),
         ({"count": 1, "leaf": {"number": 1}, "flag": 1}, r"flag is 1; allowed: true or false"),
@@ -133,7 +133,7 @@ def test_an_error_survives_the_way_between_processes():
 @pytest.mark.parametrize(
     ("given_words", "said"),
     [
-        (["a"], r"words is \['a'\]; allowed: a section, of which each is a text"),
+        (["a"], r"words is \['a'\]; allowed: a section in which each value is a text"),
         ({"torch": 2.8}, r"words\.torch is 2\.8; allowed: a text"),
         ({3: "a"}, "words is 3; allowed: a text"),
     ],

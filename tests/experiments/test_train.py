@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
 from torchcram.experiments.data.images import DataSet, Images
-from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.models import ConvNet
-from torchcram.experiments.training.build import build_initial_model
+from torchcram.experiments.recipe.build import build_initial_model
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.schedule import lr_at
@@ -440,7 +440,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path, data, name):
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "the whole is"),
+        ("[]", "the document is"),
         ('{"seed": "0"}', "seed is '0'"),
         ("wrong versions", "versions is 7"),
     ],

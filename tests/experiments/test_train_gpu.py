@@ -4,8 +4,7 @@ import pytest
 import torch
 from runs import Stop, digits, recipe, run, stop_after
 
-from torchcram.experiments.evaluation.evaluate import accuracy_on_test
-from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.compressed_models import one_shot, score_on_test
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.trainer import load_trained
 
@@ -35,7 +34,7 @@ def test_a_run_learns_can_be_stopped_and_compressed(tmp_path, data, overrides, p
     assert records[-1].loss < records[0].loss / 2
     assert found.finished.accuracy > 0.7
     assert found.info.machine == torch.cuda.get_device_name()
-    assert accuracy_on_test(found.model, given, data, device=CUDA) == found.finished.accuracy
+    assert score_on_test(found.model, given, data, device=CUDA).value == found.finished.accuracy
     (small,) = one_shot(found.model, given, data, ["global:0.7"], device=CUDA, seed=0)
     assert small.sparsity == pytest.approx(0.7, abs=1e-3)
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from fuzz.mutations import NUMBERS, change_bytes, change_data, value
 from torchcram import artifact, compress_, parse_operator
-from torchcram.artifact.decode import _expected
-from torchcram.artifact.encoding import DTYPES, TensorSpec, parse_encoding
+from torchcram.artifact.codec import _expected
+from torchcram.artifact.format import DTYPES, TensorSpec, parse_encoding
 from torchcram.artifact.integers import same_bits
 
 CODES = {
@@ -270,7 +270,7 @@ def read(content, folder):
     path = folder / "model.safetensors"
     path.write_bytes(content[1:])
     found = _loaded(path)
-    with mock.patch("torchcram.kernels.cpu.expand.find", return_value=None):
+    with mock.patch("torchcram.kernels.cpu.decode.find", return_value=None):
         _same(found, _loaded(path), "with and without compiled code")
     model = copy.deepcopy(base(content[0] % len(BASES))[0])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -7,7 +7,7 @@ import torch
 
 from fuzz.mutations import NUMBERS, change_bytes
 from torchcram.kernels.cpu.library import find, has_int8
-from torchcram.runtime.cpu import ops, ops_conv, ops_int8  # noqa: F401  what is registered there is used
+from torchcram.runtime.cpu import ops  # noqa: F401  registers the operators
 from torchcram.runtime.cpu.packing import (
     Geometry,
     check_packed,
@@ -18,7 +18,7 @@ from torchcram.runtime.cpu.packing import (
 
 GEOMETRY = Geometry((3, 3), (2, 1), (1, 1), (1, 1))
 SHAPES = ((24, 40), (1, 1), (17, 130), (400, 16), (6, 300))
-HEADER = 80  # bytes of ten integers: magic, bytes, rows, inner, form, blocks, groups, ...
+HEADER = 80  # bytes of ten integers: magic, bytes, rows, inner, layout, blocks, groups, ...
 
 
 @functools.cache
@@ -34,18 +34,18 @@ def bases():
     for rows, inner in SHAPES:
         weight = sparse(rows, inner)
         packed = {
-            "pairs": pack_linear(weight, form=2),
-            "fours": pack_linear(weight, form=3),
+            "pairs": pack_linear(weight, layout=2),
+            "quad rows": pack_linear(weight, layout=3),
             "int8": pack_int8((weight * 10).to(torch.int8)),
         }
         found += [
             ("int8" if kind == "int8" else "linear", rows, inner, _bytes(matrix))
             for kind, matrix in packed.items()
         ]
-    for form in (2, 3):
+    for layout in (2, 3):
         weight = sparse(12, 5, 3, 3)
-        found.append(("pixels", 12, 5, _bytes(pack_linear(weight, form=form))))
-        found.append(("images", 12, 5, _bytes(pack_images(weight, GEOMETRY, form=form))))
+        found.append(("pixels", 12, 5, _bytes(pack_linear(weight, layout=layout))))
+        found.append(("images", 12, 5, _bytes(pack_images(weight, GEOMETRY, layout=layout))))
     return found
 
 

@@ -1,20 +1,20 @@
-"""Recipes as YAML text, with overrides."""
+"""Recipes as YAML text, alone and in families, with overrides."""
 
 import json
+from pathlib import Path
 
+import torchcram
 from fuzz.mutations import change_bytes, change_text
 from torchcram.experiments.io import yaml_text
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.recipe.loading import _packaged
 
-NAMES = (
-    "digits/convnet-digits/sgd",
-    "digits/convnet-digits/cram-plus-multi",
-    "squad/minilm-l6/adam",
-    "squad/minilm-l6/cram-plus-multi",
-    "cifar10/resnet20/cram-plus-multi-finetune",
-    "flowers102/resnet50/transfer",
-)
+FAMILIES = {
+    "digits/convnet-digits": ("sgd", "cram-plus-multi"),
+    "squad/minilm-l6": ("adam", "cram-plus-multi-long", "squad/bert-base-uncased/adam"),
+    "cifar10/resnet20": ("cram-plus-multi-finetune", "cifar10-jpeg/resnet20/sgd"),
+    "flowers102/resnet50": ("transfer", "dtd/resnet50/transfer"),
+}
+RECIPES = Path(torchcram.__file__).parent / "recipes"
 VALUES = (
     *("0", "1", "-1", "0.5", "1e-3", "1e999", ".inf", ".nan", "9" * 30, "0x10", "1_000", "1:30:00"),
     *("null", "~", "true", "yes", "''", '"x"', "text", "[]", "{}", "[1, [2]]", "{a: 1}", "[{}]"),
@@ -49,6 +49,10 @@ KEYS = (
     ),
     *(
         "extends",
+        "base",
+        "methods",
+        "variants",
+        "from",
         "epochs",
         "to",
         "rho",
@@ -68,10 +72,7 @@ WORDS = (*VALUES, *KEYS, "\n", "\n\n", ": ", "- ", "  ", "#", "---\n", "...\n", 
 
 
 def make(rng):
-    text = _packaged().joinpath(f"{rng.choice(NAMES)}.yaml").read_text("utf-8")
-    if rng.random() < 0.5:  # without what it extends
-        lines = [line for line in text.splitlines() if not line.startswith("extends")]
-        text = "\n".join(lines)
+    text, name = _text(rng)
     for _ in range(rng.choice((0, 1, 1, 2, 4))):
         text = _change_line(rng, text)
     if rng.random() < 0.2:
@@ -82,7 +83,23 @@ def make(rng):
     if rng.random() < 0.1:
         content = change_bytes(rng, content)
     overrides = [_override(rng) for _ in range(rng.choice((0, 0, 1, 2)))]
-    return json.dumps(overrides).encode() + b"\n" + content
+    return json.dumps([name, overrides]).encode() + b"\n" + content
+
+
+def _text(rng):
+    """Returns the text of a file, and which recipe of a family is to be read; None for a single."""
+    family = rng.choice(list(FAMILIES))
+    name = rng.choice(FAMILIES[family])
+    full_name = name if "/" in name else f"{family}/{name}"
+    way = rng.randrange(4)
+    if way == 0:
+        return f"extends: {full_name}\ntitle: Mine\ntrain:\n  epochs: 30\n", None
+    if way == 1:
+        return yaml_text.dump(load_recipe(full_name).to_dict()), None
+    text = (RECIPES / f"{family}.yaml").read_text("utf-8")
+    if rng.random() < 0.1:
+        name = rng.choice((None, "", "a", "a/b/c", "/", f"{name}/"))
+    return text, name
 
 
 def _change_line(rng, text):
@@ -110,11 +127,12 @@ def _override(rng):
 
 
 def read(content, folder):
-    overrides, _, text = content.partition(b"\n")
+    header, _, text = content.partition(b"\n")
+    name, overrides = json.loads(header)
     path = folder / "recipe.yaml"
     path.write_bytes(text)
     try:
-        recipe = load_recipe(path, json.loads(overrides))
+        recipe = load_recipe(path if name is None else f"{path}:{name}", overrides)
     except FileNotFoundError:  # of what it extends
         assert b"extends" in content
         return False

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torchcram import compress, compressible_weights, parse_operator
-from torchcram.integrations.compressed import compressed_to
+from torchcram.integrations.adapters import compressed_to
 
 
 class Net(nn.Module):

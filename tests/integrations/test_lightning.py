@@ -234,7 +234,7 @@ def test_afterwards_the_optimizer_takes_closures_again():
     module = Net()
     fit.fit(module, loader(batches()))
     callback = fit.callbacks[0]
-    assert (callback._optimizer, callback._apart, callback._micro) == (None, None, [])
+    assert (callback._optimizer, callback._isolation, callback._micro) == (None, None, [])
     calls = itertools.count()
 
     def closure():
@@ -260,7 +260,7 @@ def test_training_that_is_broken_off_lets_go_of_the_optimizer(error):
     with pytest.raises((KeyError, KeyboardInterrupt, SystemExit)):
         fit.fit(module, loader(batches()))
     callback = fit.callbacks[0]
-    assert (callback._optimizer, callback._apart, callback._micro) == (None, None, [])
+    assert (callback._optimizer, callback._isolation, callback._micro) == (None, None, [])
 
     def closure():
         next(calls)

@@ -97,7 +97,7 @@ def test_a_head_alone_is_compressed_beside_adapters():
 
 def test_adapters_alone_are_no_weights_to_compress():
     watch = CompressedValidation(["nm:2:4"], weights=lambda m: compressible_weights(m, only="lora"))
-    with pytest.raises(ValueError, match=r"no weight is left after a merge.*lora_A"):
+    with pytest.raises(ValueError, match=r"no weight remains after a merge.*lora_A"):
         trainer(watch).validate(Net(AdamW), loader(), verbose=False)
 
 

@@ -217,7 +217,7 @@ def test_batches_are_kept_for_batch_norm_and_during_fit_only(norm, error):
         trainer(watch, kept).fit(module, loader(TRAIN), loader(TEST))
     assert kept.counts == [2 if norm else 0]
     assert not watch._batches
-    assert not watch._found
+    assert not watch._results
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -52,7 +52,7 @@ def test_a_lenient_reading():
     [
         ("", "cannot read ''"),
         ("topk:0.5", "allowed: global:0.9"),
-        ("global:1.0", "not in"),
+        ("global:1.0", r"must be in \[0, 1\), got 1.0"),
         ("global:-0.5", "cannot read"),
         ("nm:5:4", "cannot keep 5"),
         ("int9", "allowed are 2 to 8"),
@@ -100,7 +100,7 @@ def test_minus_zero_is_zero(kind):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: GlobalTopK(False), "sparsity False"),
+        (lambda: GlobalTopK(False), r"sparsity must be in \[0, 1\), got False"),
         (lambda: Quantize(True), "bits is True"),
         (lambda: Quantize(4, True), "group_size must be None or a positive integer, got True"),
         (lambda: NM(True, True), "keep and group must be integers, got True and True"),

@@ -95,10 +95,10 @@ def test_a_wide_bound_changes_nothing_but_rounding():
         (-1, {}, "max_ascent_norm=-1 is neither"),
         (float("nan"), {}, "max_ascent_norm=nan is neither"),
         ("1", {}, "max_ascent_norm='1' is neither"),
-        (1.0, {"rule": SAM}, r"of no use: SAM here ascends along g/\|g\|"),
-        (1.0, {"rule": C_SAM}, "of no use: C-SAM"),
-        (1.0, {"normalize": True}, "of no use: CrAM"),
-        (1.0, {"rule": TOPK}, "Top-K here ascends nowhere"),
+        (1.0, {"rule": SAM}, r"has no effect: SAM ascends along g/\|g\|"),
+        (1.0, {"rule": C_SAM}, "has no effect: C-SAM"),
+        (1.0, {"normalize": True}, "has no effect: CrAM"),
+        (1.0, {"rule": TOPK}, "has no effect: Top-K does not ascend"),
     ],
 )
 def test_bad_input_is_refused(bound, options, says):

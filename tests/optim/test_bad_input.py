@@ -25,7 +25,7 @@ def make(model=None, operators=None, base=None, **options):
     [
         ({"operators": []}, r"CrAM\+ needs at least one operator"),
         ({"operators": [0.5]}, r"0\.5 is neither an Operator nor text"),
-        ({"operators": "global:7"}, "cannot read|not in"),
+        ({"operators": "global:7"}, "must be in"),
         ({"rule": "CrAM+"}, r"rule='CrAM\+' is not an UpdateRule"),
         ({"rho": -0.1}, "rho=-0.1"),
         ({"rho": float("nan")}, "rho=nan"),

@@ -254,7 +254,7 @@ def test_what_is_unfrozen_and_added_later_ascends_and_moves(rule):
     closure_for(model, optimizer, batch)()
     for _ in rule.passes:
         with optimizer.compressed():
-            last, moved = optimizer._now.passes == [rule.passes[-1]], model[0].bias != frozen
+            last, moved = optimizer._step_state.passes == [rule.passes[-1]], model[0].bias != frozen
             assert not last or bool(moved.any()) == rule.passes[-1].ascend
             cross_entropy(model(batch[0]), batch[1]).backward()
     assert torch.equal(model[0].bias, frozen)

@@ -133,7 +133,7 @@ def test_a_capture_by_hand_is_refused():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(RuntimeError, match="GraphedStep, or take check_finite=False"),
+        pytest.raises(RuntimeError, match="GraphedStep, or set check_finite=False"),
         torch.cuda.graph(graph, capture_error_mode="relaxed"),
     ):
         given.step()

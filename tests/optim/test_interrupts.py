@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchcram import C_SAM, CRAM_PLUS, CrAM
-from torchcram.optim.backup import Backup, UndoStack
+from torchcram.optim.step_state import Backup, UndoStack
 
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
@@ -76,7 +76,7 @@ class Watched:
         if not self.stepping:
             assert same(parameters(self.model), self.before)
         self.go_on()
-        assert self.optimizer._now.g is None
+        assert self.optimizer._step_state.g is None
         assert not self.optimizer._undo._calls
         assert all(torch.isfinite(p).all() for p in self.model.parameters())
 

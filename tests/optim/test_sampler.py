@@ -34,7 +34,7 @@ def test_masks_are_computed_anew_at_every_so_many_uses_of_an_operator():
 def test_an_arranged_step_leaves_the_draws_alone():
     draws, twin = OperatorSampler(OPERATORS, 2, seed=5), OperatorSampler(OPERATORS, 2, seed=5)
     arranged = StepPlan(operator=OPERATORS[1], level=OPERATORS[1], anew=False)
-    with draws.arrange(arranged):
+    with draws.force(arranged):
         assert [draws.draw(0.5) for _ in range(3)] == 3 * [arranged]
     assert [draws.draw(0.5) for _ in range(20)] == [twin.draw(0.5) for _ in range(20)]
 

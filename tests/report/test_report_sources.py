@@ -6,7 +6,7 @@ from result_samples import result, seed, sgd
 from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram.experiments.evaluation.results import write_result
-from torchcram.experiments.evaluation.results_store import outcome
+from torchcram.experiments.results_store import outcome
 from torchcram.report.sources import merge_seeds, read_sources
 
 GIVEN = recipe("compress.to=[global:0.5]", method="sgd", epochs=1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from result_samples import cram, result, seed, sgd
 
 import torchcram.report
-from torchcram.experiments.recipe.overrides import as_name
+from torchcram.experiments.io.files import slug
 from torchcram.report.runs import COLOURS, runs_page
 from torchcram.report.sources import Log
 from torchcram.report.summary import dense, percent, points, summaries
@@ -346,7 +346,7 @@ def test_a_model_fine_tuned_at_several_targets_is_one_curve():
     def tuned(at, after, **others):
         title = f"SGD, fine-tuned at {at}"
         return result(
-            f"sgd-finetune-{as_name(at)}", [seed(0, 0.887, {at: after})], title=title, **others
+            f"sgd-finetune-{slug(at)}", [seed(0, 0.887, {at: after})], title=title, **others
         )
 
     some = [tuned("global:0.9", 0.85), tuned("global:0.5", 0.88)]

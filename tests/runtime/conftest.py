@@ -3,7 +3,7 @@
 import pytest
 
 from torchcram.kernels.cpu.library import LEVELS, level, use_level
-from torchcram.runtime.cpu import candidates
+from torchcram.runtime.cpu import replace_layers
 
 
 @pytest.fixture(params=LEVELS)
@@ -21,7 +21,9 @@ def each_level(request):
 @pytest.fixture
 def sparse_wins(monkeypatch):
     """Every race is won by the sparse kernels, by the last of them that takes part."""
-    monkeypatch.setattr(candidates, "_LEAST", 0.0)
-    rules = {kind: candidates.Rule(0.0, 0) for kind in candidates.RULES}
-    monkeypatch.setattr(candidates, "RULES", rules)
-    monkeypatch.setattr(candidates, "_race", lambda work: {key: -i for i, key in enumerate(work)})
+    monkeypatch.setattr(replace_layers, "_LEAST", 0.0)
+    rules = {kind: replace_layers.Rule(0.0, 0) for kind in replace_layers.RULES}
+    monkeypatch.setattr(replace_layers, "RULES", rules)
+    monkeypatch.setattr(
+        replace_layers, "_time_in_turns", lambda work: {key: -i for i, key in enumerate(work)}
+    )

@@ -1,7 +1,6 @@
-"""Compact files of compressed models: one safetensors file with a manifest in its header."""
+"""Compact files of compressed models: safetensors files with a manifest in the header."""
 
-from torchcram.artifact.encoding import Encoding
-from torchcram.artifact.manifest import Entry, Manifest
+from torchcram.artifact.format import Encoding, Entry, Manifest
 from torchcram.artifact.reader import load, read_manifest, stream, verify
 from torchcram.artifact.writer import save
 

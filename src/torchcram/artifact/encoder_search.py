@@ -1,4 +1,4 @@
-"""The smallest way to store a tensor exactly."""
+"""Search for the smallest encoding that stores a tensor exactly."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchcram.artifact.decode import decode
-from torchcram.artifact.encoding import MASK, Encoding, TensorSpec, by_rows, encode
+from torchcram.artifact.codec import decode, encode
+from torchcram.artifact.format import MASK, Encoding, TensorSpec, by_rows
 from torchcram.artifact.integers import Quantized, as_integers, find_integers, same_bits
 from torchcram.artifact.sparse_layout import most_kept
 from torchcram.layers import PLAIN, Layout
 from torchcram.operators import NM, Operator, Quantize
 
-GROUPS = (4, 8, 16)  # of N:M patterns that are looked for
-SIZES = (None, 128, 64, 32)  # inputs that may share a scale
-SLACK = 1.1  # an N:M pattern is worth some bytes more than a mask
+GROUPS = (4, 8, 16)  # group sizes of N:M patterns to look for
+SIZES = (None, 128, 64, 32)  # numbers of inputs that may share a scale
+SLACK = 1.1  # an N:M pattern is preferred to a mask that is up to this factor smaller
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What an operator tells of the tensors it has been at; what it does not is looked for.
+    """Patterns to look for in tensors, those of the operator first.
 
     Attributes:
-        groups: Sizes of the groups of N:M patterns.
-        sizes: how many inputs may share a scale.
+        groups: Group sizes of N:M patterns.
+        sizes: Numbers of inputs that may share a scale; None for all inputs of an output.
     """
 
     groups: tuple[int, ...] = GROUPS
@@ -35,7 +35,7 @@ class Hints:
 
     @classmethod
     def of(cls, operator: Operator | None) -> Hints:
-        """Reads them off an operator; None and operators of other kinds tell nothing."""
+        """Returns the hints of an operator; None and other kinds of operators add nothing."""
         groups, sizes = [], []
         for part in () if operator is None else operator.parts:
             if isinstance(part, NM):
@@ -49,10 +49,10 @@ class _Candidate(NamedTuple):
     """One way to store a tensor.
 
     Attributes:
-        encoding: what it is stored as.
+        encoding: Encoding of the tensor.
         size: Number of bytes, with the scales.
-        used_as: How a layer would use the tensor, where the encoding depends on it.
-        quantized: integers and scales, where there are any.
+        used_as: Layout of the tensor, if the encoding depends on it.
+        quantized: Integers and scales, if the values are quantized.
     """
 
     encoding: Encoding
@@ -68,20 +68,20 @@ def store(
     values: torch.dtype | None = None,
     used_as: Layout | None = None,
 ) -> tuple[TensorSpec, dict[str, Tensor]]:
-    """Stores a tensor in as few bytes as give it back bit for bit.
+    """Encodes a tensor in the fewest bytes from which it can be restored bit for bit.
 
     Args:
-        tensor: Floating-point tensor of one dimension or more, contiguous and on the CPU. Of one
-            with a single dimension only the places of the zeros are looked at.
+        tensor: Floating-point tensor of one dimension or more, contiguous and on the CPU. In a
+            tensor of one dimension only zeros are looked for.
         hints: Patterns and sizes to look for.
         values: Type to round values to, unless they are integers with a scale anyway.
-        used_as: How its layer uses it; where that is not known, the common layouts are tried.
+        used_as: Layout of the tensor; if it is unknown, the common layouts are tried.
 
     Returns:
-        Form that it is stored in, and the parts that are stored.
+        Specification of the tensor, and the parts to store.
 
     Raises:
-        ValueError: if values do not fit into the type they are to be rounded to.
+        ValueError: If values do not fit into the type they are rounded to.
     """
     layouts = _layouts(tensor) if used_as is None else [used_as]
     best = _candidate(tensor, hints, layouts[0], values=values)
@@ -100,28 +100,30 @@ def store(
     )
     parts = encode(tensor, spec, best.quantized)
     if not bool(same_bits(decode(parts, spec), tensor).all()):
-        raise RuntimeError(f"a tensor stored as {best.encoding} does not come back as it was")
+        raise RuntimeError(f"a tensor stored as {best.encoding} is not restored bit for bit")
     return spec, parts
 
 
 def _layouts(tensor: Tensor) -> list[Layout]:
     """Returns the layouts that quantized weights of unknown layers may have.
 
-    The first is that of Linear and convolution layers; inputs may come before outputs, as in
-    transposed convolutions, and three dimensions may be one matrix after another.
+    The first is that of Linear and convolution layers. In the others inputs come before outputs, as
+    in transposed convolutions, or three dimensions are a stack of matrices.
     """
     if tensor.dim() < 2 or not tensor.numel():
         return [PLAIN]
     stacked = (False, True) if tensor.dim() == 3 and len(tensor) > 1 else (False,)
     return [
-        Layout(transposed=turned, stacked=apart) for apart in stacked for turned in (False, True)
+        Layout(transposed=transposed, stacked=stack)
+        for stack in stacked
+        for transposed in (False, True)
     ]
 
 
 def _candidate(
     tensor: Tensor, hints: Hints, used_as: Layout, *, values: torch.dtype | None
 ) -> _Candidate:
-    """Returns the smallest way to store a tensor of one layout."""
+    """Returns the smallest way to store a tensor with one layout."""
     vector = tensor.dim() == 1
     rows = tensor if vector else by_rows(tensor, used_as).contiguous()
     quantized = None if vector else find_integers(rows, list(hints.sizes))
@@ -140,12 +142,13 @@ def _candidate(
 
 
 def _smallest(rows: Tensor, hints: Hints, plain: Encoding) -> tuple[Encoding, int]:
-    """Returns which places to store, and the bytes it takes without scales.
+    """Returns the smallest of dense, mask and N:M encodings, and its bytes without scales.
 
     Args:
-        rows: (groups, outputs, *kernel positions, inputs), or a vector, without patterns.
-        hints: what to look for.
-        plain: what all values are stored as.
+        rows: Tensor as (groups, outputs, *kernel positions, inputs), or a vector, which has no N:M
+            patterns.
+        hints: Patterns to look for.
+        plain: Dense encoding, which determines how values are stored.
     """
     kept = as_integers(rows).flatten() != 0
     count, numel = int(kept.count_nonzero()), kept.numel()
@@ -167,6 +170,7 @@ def _smallest(rows: Tensor, hints: Hints, plain: Encoding) -> tuple[Encoding, in
 
 
 def _rounded(tensor: Tensor, values: torch.dtype) -> Tensor:
+    """Returns a tensor rounded to another type, in its own type."""
     rounded = tensor.to(values).to(tensor.dtype)
     if not torch.equal(rounded.isfinite(), tensor.isfinite()):
         raise ValueError(f"it has values that are too large for {values}")

@@ -1,9 +1,7 @@
-"""Reading compact files: every tensor is checked before it is handed out."""
+"""Reads compact files; every tensor is checked before it is handed out."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,9 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchcram.artifact.decode import decode, require_decodable, require_parts
-from torchcram.artifact.manifest import Entry, Manifest, digest
-from torchcram.kernels.cpu.checksum import checksum
+from torchcram.artifact.codec import decode, require_decodable, require_parts
+from torchcram.artifact.format import CHECKSUM, MANIFEST, Entry, Manifest, crc32, digest, sha256
 from torchcram.trained import mark_trained
 
 if TYPE_CHECKING:
@@ -26,19 +23,16 @@ if TYPE_CHECKING:
     Model = TypeVar("Model", bound=nn.Module)
 
 Result = TypeVar("Result")
-MANIFEST, CHECKSUM = "torchcram", "torchcram.sha256"
-"""Where the header of a file has the manifest and its checksum."""
-
 _UNREADABLE = (SafetensorError, AttributeError, RuntimeError, TypeError, ValueError)
-"""Errors of safetensors for types that it, or torch, does not know."""
+"""Errors of safetensors for types that it or torch does not support."""
 
 
 class Reader:
-    """An open file; the memory it is mapped to goes when it does."""
+    """Open file; its memory map lives as long as this object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb"):  # an error of the system where there is none, or no right to it
+        with path.open("rb"):  # raises OSError if it is missing or not readable
             pass
         try:
             self._file = cast(Any, safe_open(path, framework="pt"))
@@ -49,7 +43,7 @@ class Reader:
         if MANIFEST not in header:
             raise self._bad("it is no compact file of torchcram: its header has no manifest")
         if digest(header[MANIFEST]) != header.get(CHECKSUM):
-            raise self._bad("its manifest is altered: the checksum is another one")
+            raise self._bad("its manifest is altered: the checksum does not match")
         try:
             self.manifest = Manifest.from_json(header[MANIFEST])
         except (ValueError, RecursionError) as error:
@@ -60,35 +54,35 @@ class Reader:
         if len(set(known)) != len(known):
             raise self._bad("its manifest gives one part to two tensors")
         if others := self._keys.difference(known):
-            raise self._bad(f"its manifest does not know {min(others)!r}")
+            raise self._bad(f"its manifest has no entry for {min(others)!r}")
         self.aliases: dict[str, list[str]] = {}
         for name, other in self.manifest.tied.items():
             self.aliases.setdefault(other, []).append(name)
 
     def each(self, work: Callable[[str], Result]) -> dict[str, Result]:
-        """Returns what work comes to for every tensor, done in as many threads as torch has."""
+        """Returns the result of `work` for every tensor, using as many threads as torch."""
         names = list(self.manifest.tensors)
         with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), len(names)))) as threads:
             return dict(zip(names, threads.map(work, names), strict=True))
 
     def parts(self, name: str, *, thorough: bool = False) -> dict[str, Tensor]:
-        """Returns the parts of a tensor as they are in the file, the checksums compared."""
+        """Returns the parts of a tensor as they are in the file, after comparing checksums."""
         entry = self.manifest.tensors[name]
         try:
             parts = {part: self._file.get_tensor(key) for part, key in self._parts[name].items()}
         except _UNREADABLE as error:
             raise self._bad(f"it cannot be read: {error}", name) from None
         if crc32(parts) != entry.crc32 or (thorough and sha256(parts) != entry.sha256):
-            raise self._bad("altered: its checksum is another one", name)
+            raise self._bad("it is altered: the checksum does not match", name)
         return parts
 
     def decoded(self, name: str, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """Returns what parts stand for."""
+        """Returns the tensor that parts encode."""
         with self._decoding(name):
             return decode(parts, self.manifest.tensors[name], out)
 
     def check(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        """Refuses parts that cannot be decoded, without decoding them."""
+        """Raises ValueError for parts that cannot be decoded, without decoding them."""
         with self._decoding(name):
             require_decodable(parts, self.manifest.tensors[name])
 
@@ -100,7 +94,7 @@ class Reader:
             raise self._bad(f"it cannot be decoded: {error}", name) from None
 
     def empty(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns memory for a tensor, once it is clear that its parts are of such a size."""
+        """Returns memory for a tensor, after checking that its parts have the right size."""
         spec = self.manifest.tensors[name]
         with self._decoding(name):
             require_parts(parts, spec)
@@ -122,48 +116,30 @@ class Reader:
         return ValueError(f"{self.path}: {tensor}{problem}")
 
 
-def crc32(parts: Mapping[str, Tensor]) -> int:
-    """Returns the CRC-32 of the bytes of all parts, in the order of their names."""
-    return functools.reduce(lambda seen, some: checksum(some, seen), _bytes_of(parts), 0)
-
-
-def sha256(parts: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of the same bytes."""
-    seen = hashlib.sha256()
-    for some in _bytes_of(parts):
-        seen.update(some.numpy().data)
-    return seen.hexdigest()
-
-
-def _bytes_of(parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    for name in sorted(parts):
-        yield parts[name].contiguous().view(-1).view(torch.uint8)
-
-
 def read_manifest(path: str | PathLike[str]) -> Manifest:
-    """Returns what a file says of itself; the tensors are not read.
+    """Returns the manifest of a file, without reading the tensors.
 
     Raises:
-        ValueError: naming the file, if it is no compact file, or cut off, or its header altered.
-        OSError: if there is no such file.
+        ValueError: If it is not a compact file, or truncated, or its header was altered.
+        OSError: If the file does not exist.
     """
     return Reader(Path(path)).manifest
 
 
 def stream(path: str | PathLike[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor one after another, in the order of the model.
+    """Yields names and tensors, in the order of the model.
 
-    Each is checked before it is yielded, and no more than one is in memory here. Names that are
-    tied come one after another with the same tensor.
+    Each tensor is checked before it is yielded, and only one is held in memory. Tied names follow
+    one another with the same tensor.
 
     Raises:
-        ValueError: naming the file and the tensor, if something is wrong with it.
+        ValueError: If a tensor is damaged, with the file and the tensor.
     """
     reader = Reader(Path(path))
     for name in reader.manifest.tensors:
         tensor = reader.tensor(name)
-        for one in (name, *reader.aliases.get(name, ())):
-            yield one, tensor
+        for alias in (name, *reader.aliases.get(name, ())):
+            yield alias, tensor
 
 
 @overload
@@ -173,25 +149,25 @@ def load(path: str | PathLike[str], model: Model) -> Model: ...
 def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
     """Returns the state dict in a file, or `model` with the state loaded into it.
 
-    Tensors that are tied are one in the state dict. All checksums are compared, and all that can be
-    wrong with a tensor is looked at, before the model changes: after an error it is as it was.
+    Tied names share one tensor in the state dict. All checksums are compared and all tensors are
+    checked before the model changes: after an error it is unchanged.
 
     Args:
         path: Path of the file.
         model: Model with the same names and shapes.
 
     Raises:
-        ValueError: naming the file and the tensor, if something is wrong with it or it is of
-            another model.
+        ValueError: If a tensor is damaged or belongs to another model, with the file and the
+            tensor.
     """
     reader = Reader(Path(path))
     tied = reader.manifest.tied
     if model is None:
         parts = reader.each(reader.parts)
-        # allocated here: threads of their own would get memory that is never used again
-        found = {name: reader.empty(name, parts[name]) for name in parts}
-        reader.each(lambda name: reader.decoded(name, parts[name], found[name]))
-        return {**found, **{name: found[other] for name, other in tied.items()}}
+        # allocated in this thread: memory that worker threads allocate is not reused
+        state = {name: reader.empty(name, parts[name]) for name in parts}
+        reader.each(lambda name: reader.decoded(name, parts[name], state[name]))
+        return {**state, **{name: state[other] for name, other in tied.items()}}
     _load_into(reader, model)
     if reader.manifest.trained:
         parameters = dict(model.named_parameters())
@@ -201,7 +177,7 @@ def load(path: str | PathLike[str], model: nn.Module | None = None) -> Any:
 
 
 def _load_into(reader: Reader, model: nn.Module) -> None:
-    """Loads a file into a model, which stays as it was if that fails."""
+    """Loads a file into a model, which stays unchanged if that fails."""
     _require_model(reader, model)
     tied = reader.manifest.tied
     into: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
@@ -232,10 +208,10 @@ def _load_into(reader: Reader, model: nn.Module) -> None:
 
 
 def verify(path: str | PathLike[str]) -> Manifest:
-    """Reads all of a file, compares all checksums and returns its manifest.
+    """Reads a whole file, compares all checksums and returns its manifest.
 
     Raises:
-        ValueError: naming the file and the tensor, if something is wrong with it.
+        ValueError: If a tensor is damaged, with the file and the tensor.
     """
     reader = Reader(Path(path))
     for name in reader.manifest.tensors:
@@ -244,13 +220,13 @@ def verify(path: str | PathLike[str]) -> Manifest:
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a module has its own way to take its state, which may check it."""
+    """Returns whether a module loads its state by code of its own, which may check it."""
     return not type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 @contextmanager
 def _restored_on_error(model: nn.Module) -> Iterator[None]:
-    """Gives a model its tensors and their values back if a `with` block fails."""
+    """Restores the tensors of a model and their values if a `with` block fails."""
     tensors: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (own, name, tensor, tensor.detach().clone())
         for module in model.modules()
@@ -268,7 +244,7 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _require_own_memory(reader: Reader, into: dict[str, Tensor]) -> None:
-    """Refuses a model that has one tensor for several of the file, and one without memory."""
+    """Raises ValueError for a model that ties tensors of the file, or is on the meta device."""
     seen: dict[int, str] = {}
     for name in reader.manifest.tensors:
         if into[name].is_meta:
@@ -285,6 +261,7 @@ def _require_own_memory(reader: Reader, into: dict[str, Tensor]) -> None:
 
 
 def _require_model(reader: Reader, model: nn.Module) -> None:
+    """Raises ValueError unless the model has the names and shapes of the file."""
     manifest = reader.manifest
     shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
     shapes.update((name, shapes[other]) for name, other in manifest.tied.items())

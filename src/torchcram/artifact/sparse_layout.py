@@ -1,4 +1,4 @@
-"""Where stored values belong: a bit per place, or places within the groups of an N:M pattern."""
+"""Positions of stored values: a bit mask, or indices within the groups of an N:M pattern."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchcram.artifact.bits import CHUNK, look_up, pack, packed_size, unpack, unpack_some
-from torchcram.artifact.integers import as_integers
-from torchcram.kernels.cpu.expand import count_ones, expand_
+from torchcram.artifact.integers import (
+    CHUNK,
+    as_integers,
+    look_up,
+    pack,
+    packed_size,
+    unpack,
+    unpack_some,
+)
+from torchcram.kernels.cpu.decode import count_ones, expand_
 
 Array = npt.NDArray[np.bool_]
 
 
 def index_width(group: int) -> int:
-    """Returns how many bits a place within a group takes."""
+    """Returns the number of bits of an index within a group."""
     return max(1, (group - 1).bit_length())
 
 
 def write_mask(kept: Tensor) -> Tensor:
-    """Returns flat booleans as bits."""
+    """Packs flat booleans into bits."""
     return pack(kept.view(torch.uint8), 1)
 
 
 def count_kept(bits: Tensor, numel: int) -> int:
-    """Returns how many places a mask keeps.
+    """Returns the number of positions that a mask keeps.
 
     Raises:
-        ValueError: if it keeps something after its end.
+        ValueError: If bits after its end are set.
     """
     require_end(bits, numel)
     count = count_ones(bits, numel)
@@ -40,10 +47,10 @@ def count_kept(bits: Tensor, numel: int) -> int:
 
 
 def require_end(bits: Tensor, numel: int) -> None:
-    """Raises ValueError if a mask keeps something after its end."""
+    """Raises ValueError if bits after the end of a mask are set."""
     spare = 8 * len(bits) - numel
     if spare and int(bits[-1]) >> (8 - spare):
-        raise ValueError("its mask goes on after its end")
+        raise ValueError("its mask has bits set after its end")
 
 
 _ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
@@ -51,11 +58,11 @@ _ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.
 
 @dataclass(frozen=True)
 class Values:
-    """Stored values, of which some are read at a time.
+    """Stored values that are read some at a time.
 
     Attributes:
-        count: how many there are.
-        read: returns those of a slice.
+        count: Number of values.
+        read: Function that returns the values of a slice.
     """
 
     count: int
@@ -63,10 +70,10 @@ class Values:
 
 
 def place_by_mask_(out: Tensor, bits: Tensor, values: Values) -> Tensor:
-    """Fills a flat tensor with `values` where the mask says, and with zeros elsewhere.
+    """Fills a flat tensor with `values` where the mask is set, and with zeros elsewhere.
 
     Raises:
-        ValueError: if there are more or fewer values than places.
+        ValueError: If there are more or fewer values than bits set.
     """
     used = 0
     for start in range(0, len(out), CHUNK):
@@ -83,9 +90,10 @@ def place_by_mask_(out: Tensor, bits: Tensor, values: Values) -> Tensor:
 
 
 def _place(into: Tensor, bits: Tensor, values: Tensor) -> None:
-    """Fills the places that some bits keep, and the others with zeros.
+    """Fills a tensor with values where bits are set, and with zeros elsewhere.
 
-    Of what numpy finds more than a tenth of, it finds without a branch: hence the ones at the end.
+    If more than a tenth of the booleans are True, numpy searches them without a branch. The ones
+    that are appended ensure that.
     """
     if expand_(into, bits, values):
         return
@@ -95,7 +103,7 @@ def _place(into: Tensor, bits: Tensor, values: Tensor) -> None:
 
 
 def fill_up(kept: Tensor, keep: int, group: int) -> Tensor:
-    """Returns `kept` with further places, so that every group has exactly `keep`."""
+    """Returns `kept` with further positions set, so that every group keeps exactly `keep`."""
     kept = kept.view(-1, group)
     missing = keep - kept.sum(1, dtype=torch.int16)  # (groups,)
     dropped = kept.logical_not()
@@ -104,12 +112,12 @@ def fill_up(kept: Tensor, keep: int, group: int) -> Tensor:
 
 
 def most_kept(kept: Tensor, group: int) -> int:
-    """Returns how many places the fullest group keeps."""
+    """Returns the largest number of positions that a group keeps."""
     return int(kept.view(-1, group).sum(1, dtype=torch.int16).max())
 
 
 def write_indices(kept: Tensor, group: int) -> Tensor:
-    """Returns the places of what is kept within its group, packed."""
+    """Returns the indices of kept positions within their groups, packed."""
     places = kept.nonzero().squeeze(1).remainder_(group)
     return pack(places.to(torch.uint8), index_width(group))
 
@@ -117,10 +125,10 @@ def write_indices(kept: Tensor, group: int) -> Tensor:
 def place_by_indices_(
     out: Tensor, indices: Tensor, values: Values, *, pattern: tuple[int, int]
 ) -> Tensor:
-    """Fills `keep` of every `group` places of a flat tensor, and the others with zeros.
+    """Fills `keep` of every `group` positions of a flat tensor, and the others with zeros.
 
     Raises:
-        ValueError: if a place is not in its group.
+        ValueError: If an index is outside its group.
     """
     keep, group = pattern
     width = index_width(group)
@@ -142,12 +150,12 @@ def place_by_indices_(
 
 
 def require_indices(indices: Tensor, numel: int, *, pattern: tuple[int, int]) -> None:
-    """Raises ValueError unless the places within every group ascend and are in it.
+    """Raises ValueError unless the indices of every group ascend and are inside it.
 
     Args:
-        indices: Packed places.
-        numel: Number of values of the tensor, a multiple of the group.
-        pattern: (keep, group).
+        indices: Packed indices.
+        numel: Number of values in the tensor, a multiple of the group.
+        pattern: Pattern as (keep, group).
     """
     keep, group = pattern
     stored = numel // group * keep
@@ -164,7 +172,7 @@ def require_indices(indices: Tensor, numel: int, *, pattern: tuple[int, int]) ->
 
 
 def _cut(mask: Tensor, numel: int) -> Tensor:
-    """Returns a mask without what goes on after its end."""
+    """Returns the first `numel` bits of a mask, followed by zeros."""
     mask = mask[: packed_size(numel, 1)]
     if numel % 8:
         mask = mask.clone()
@@ -175,15 +183,15 @@ def _cut(mask: Tensor, numel: int) -> Tensor:
 def _require_places(places: Tensor, pattern: tuple[int, int]) -> None:
     keep, group = pattern
     if group < 1 << index_width(group) and int(places.max()) >= group:
-        raise ValueError(f"a place is not in its group of {group}")
+        raise ValueError(f"an index is outside its group of {group}")
     if not bool((places.view(-1, keep).int().diff(dim=1) > 0).all()):
         raise ValueError("the places of a group do not ascend")
 
 
 def mask_of_indices(indices: Tensor, *, pattern: tuple[int, int]) -> Tensor | None:
-    """Returns the mask that packed indices stand for; None where that takes more than a table.
+    """Returns the mask of packed indices, or None if a table of bytes cannot provide it.
 
-    It may go on after the last group.
+    It may have bits after the last group.
     """
     masks = _masks_of_indices(*pattern)
     return None if masks is None else look_up(masks, indices)
@@ -191,10 +199,10 @@ def mask_of_indices(indices: Tensor, *, pattern: tuple[int, int]) -> Tensor | No
 
 @functools.cache
 def _masks_of_indices(keep: int, group: int) -> Tensor | None:
-    """Returns the bits of the mask that every byte of indices stands for: (256, bytes).
+    """Returns the mask of every possible byte of indices: (256, bytes).
 
-    None where a byte holds no whole number of groups, these no whole number of bytes, or indices
-    could be out of their group.
+    None if a byte does not hold a whole number of groups, if their mask is not a whole number of
+    bytes, or if indices could be outside their group.
     """
     width = index_width(group)
     groups, rest = divmod(8, keep * width)
@@ -205,11 +213,12 @@ def _masks_of_indices(keep: int, group: int) -> Tensor | None:
     kept = torch.zeros(256, groups * group, dtype=torch.uint8)
     kept.scatter_(1, places.view(256, -1) + starts, 1)
     ascending = (places.view(256, groups, keep).int().diff(dim=2) > 0).all(2)
-    kept.view(256, groups, group).mul_(ascending.unsqueeze(2))  # too few for the values
+    # groups that do not ascend have no bit set, which is too few for their values
+    kept.view(256, groups, group).mul_(ascending.unsqueeze(2))
     return pack(kept.flatten(), 1).view(256, -1)
 
 
 def _put(into: Tensor, places: npt.NDArray[np.int64], values: Tensor) -> None:
-    """Moves bits, not numbers, whose types numpy may not know."""
+    """Writes values at some positions and zeros elsewhere, as integers: numpy lacks some types."""
     into.zero_()
     as_integers(into).numpy()[places] = as_integers(values).numpy()

@@ -1,4 +1,4 @@
-"""Compact files, written."""
+"""Writes compressed models to compact files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchcram.artifact.embeddings import find_tables, round_tables
 from torchcram.artifact.encoder_search import Hints, store
-from torchcram.artifact.encoding import DTYPES, Encoding, TensorSpec
-from torchcram.artifact.manifest import MOST_DIMENSIONS, Entry, Manifest
-from torchcram.artifact.manifest import digest as digest_of
-from torchcram.artifact.reader import CHECKSUM, MANIFEST, crc32, sha256
+from torchcram.artifact.format import (
+    CHECKSUM,
+    DTYPES,
+    MANIFEST,
+    MOST_DIMENSIONS,
+    Encoding,
+    Entry,
+    Manifest,
+    TensorSpec,
+    crc32,
+    digest,
+    sha256,
+)
 from torchcram.files import let_read, written_aside
 from torchcram.layers import layout_of
-from torchcram.operators import Operator, Quantize
+from torchcram.operators import Operator, Quantize, as_operator
 from torchcram.operators.parse import parse_without_pruners
 from torchcram.sharding import is_sharded
 from torchcram.trained import trained_weights
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 
 VALUES = (torch.float32, torch.float16, torch.bfloat16)
 SMALLEST = 1024
-"""Number of values from which on a vector may be stored as anything but its values."""
+"""Smallest number of values in a vector that is examined for zeros; smaller ones are dense."""
 
 
 @torch.no_grad()
@@ -46,27 +54,28 @@ def save(
 ) -> Manifest:
     """Writes a compressed model to one compact file, whole or not at all.
 
-    Every floating-point tensor with zeros or quantized values is stored in the smallest way that
-    gives it back bit for bit, which is seen from the tensor itself: weights of layers, embeddings,
-    bare parameters and buffers alike. All else is stored as it is.
+    Every floating-point tensor with zeros or quantized values is stored in the smallest encoding
+    from which it can be restored bit for bit. The encoding is derived from the tensor itself, be it
+    the weight of a layer, an embedding, a bare parameter or a buffer. All other tensors are stored
+    unchanged.
 
     Args:
         model: Compressed model, or its state dict. A model also tells which layers are transposed
             convolutions, and which tensors are embeddings.
         path: Path of the file; by convention it ends in ".safetensors".
         operator: Operator that the model was compressed with, or its text; kept in the file.
-        values: Type to round values to that are not quantized, float16 or bfloat16; None leaves
-            them as they are. Rounded are the compressible weights of a model, and the tensors of a
-            state dict with two dimensions or more. Loading gives the rounded values.
-        embeddings: Quantizer to round the tables of embeddings with, such as "int8", with a scale
-            for every row; None leaves them as they are. Loading gives the rounded values.
-        metadata: Whatever else to keep in the file, as JSON has it: recipe, metrics, dataset.
+        values: Type that values are rounded to unless they are quantized, float16 or bfloat16; None
+            does not round. It applies to the compressible weights of a model, and to the tensors of
+            a state dict with two dimensions or more. Loading returns the rounded values.
+        embeddings: Quantizer that rounds the tables of embeddings, such as "int8", with a scale for
+            every row; None does not round. Loading returns the rounded values.
+        metadata: Metadata to keep in the file, in types of JSON: recipe, metrics, dataset.
 
     Returns:
         Manifest of the file.
 
     Raises:
-        ValueError: for a tensor that cannot be stored, by name.
+        ValueError: If a tensor cannot be stored, with its name.
     """
     model, path = _in_order(model, path)
     if values is not None and values not in VALUES:
@@ -100,9 +109,9 @@ def save(
             if key in parts or key == "__metadata__":
                 raise ValueError(f"{name!r} cannot be stored beside a tensor named {key!r}")
             parts[key] = _alone(stored[part], memory)
-    said = None if operator is None else str(operator)
+    text = None if operator is None else str(operator)
     trained = trained_weights(model) if isinstance(model, nn.Module) else []
-    manifest = Manifest(entries, tied, said, __version__, dict(metadata or {}), tuple(trained))
+    manifest = Manifest(entries, tied, text, __version__, dict(metadata or {}), tuple(trained))
     _write(Path(path), parts, manifest)
     return manifest
 
@@ -110,7 +119,7 @@ def save(
 def _in_order(
     model: object, path: object
 ) -> tuple[nn.Module | Mapping[str, Tensor], str | PathLike[str]]:
-    """Returns model and path, which came the other way round in earlier versions."""
+    """Returns model and path, which earlier versions took in the other order."""
     if isinstance(model, (str, PathLike)) and not isinstance(path, (str, PathLike)):
         warnings.warn(
             "artifact.save(path, model) is deprecated: call artifact.save(model, path)",
@@ -126,26 +135,26 @@ def _in_order(
 
 
 def _alone(part: Tensor, memory: set[int]) -> Tensor:
-    """Returns a tensor that shares no memory with the others, which safetensors refuses."""
-    place = part.untyped_storage().data_ptr()
-    if part.numel() and place in memory:
+    """Returns a tensor that shares no memory with the others, as safetensors requires."""
+    address = part.untyped_storage().data_ptr()
+    if part.numel() and address in memory:
         return part.clone()
-    memory.add(place)
+    memory.add(address)
     return part
 
 
 def _without_pruners(operator: Operator | str | None) -> Operator | None:
-    """Reads an operator; of "wanda@nm:2:4" only nm:2:4 says how weights are stored."""
+    """Returns an operator without pruners: "wanda@nm:2:4" stores weights as nm:2:4 does."""
     if operator is None or isinstance(operator, str):
         return None if operator is None else parse_without_pruners(operator)
     try:
         return parse_without_pruners(str(operator))
-    except ValueError:  # an operator that the library does not know
+    except ValueError:  # an operator without a text that can be read
         return operator
 
 
 def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns every tensor once, and the names that stand for another one."""
+    """Returns every tensor once, and the names of tied tensors with the name they are stored as."""
     tensors, tied = {}, {}
     seen: dict[object, str] = {}
     for name, value in state.items():
@@ -163,22 +172,22 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
                 f"{name!r} is a {value.layout} tensor of {value.dtype} on {value.device}; allowed "
                 f"are dense ones of {', '.join(DTYPES)}"
             )
-        place = value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
-        if value.numel() and place in seen:
-            tied[name] = seen[place]
+        memory = value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
+        if value.numel() and memory in seen:
+            tied[name] = seen[memory]
             continue
-        seen[place] = name
+        seen[memory] = name
         tensors[name] = value
     return tensors, tied
 
 
 def _compressible(model: nn.Module | Mapping[str, Tensor]) -> LayerWeights | None:
-    """Returns the compressible weights of a model; None for a state dict, which does not tell."""
+    """Returns the compressible weights of a model; None for a state dict, which has no layers."""
     return layer_weights(model) if isinstance(model, nn.Module) else None
 
 
 def _may_be_compressed(value: Tensor) -> bool:
-    """Returns whether to look for zeros and integers: not in what is small whatever is in it."""
+    """Returns whether to look for zeros and integers in a tensor, which must not be too small."""
     matrix = value.dim() > 1 or value.numel() >= SMALLEST
     return matrix and value.dtype.is_floating_point and value.dtype.itemsize > 1
 
@@ -186,7 +195,7 @@ def _may_be_compressed(value: Tensor) -> bool:
 def _is_rounded(
     name: str, value: Tensor, known: LayerWeights | None, tables: Mapping[str, Tensor]
 ) -> bool:
-    """Returns whether `values=` is for a tensor."""
+    """Returns whether `values=` applies to a tensor."""
     if known is None:
         return value.dim() > 1
     return name in known and name not in tables
@@ -197,5 +206,54 @@ def _write(path: Path, parts: dict[str, Tensor], manifest: Manifest) -> None:
 
     text = manifest.to_json()
     with written_aside(path) as aside:
-        save_file(parts, aside, {MANIFEST: text, CHECKSUM: digest_of(text)})
+        save_file(parts, aside, {MANIFEST: text, CHECKSUM: digest(text)})
         let_read(aside)
+
+
+def find_tables(
+    model: nn.Module | Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns those of `tensors` that are tables of embeddings; none if `model` is a state dict.
+
+    Args:
+        model: Model, or its state dict, which does not tell embeddings from other tensors.
+        tensors: State dict with tied tensors once.
+    """
+    if not isinstance(model, nn.Module):
+        return {}
+    tables = {
+        module.weight.data_ptr()  # not by name: a table may be tied to another layer
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.data_ptr() in tables and tensor.dim() == 2
+    }
+
+
+@torch.no_grad()
+def round_tables(tables: Mapping[str, Tensor], to: Quantize | str) -> dict[str, Tensor]:
+    """Returns rounded copies of tables.
+
+    Args:
+        tables: Tables of embeddings by name.
+        to: Quantizer, such as "int8"; every row has a scale of its own, or one scale per group.
+
+    Raises:
+        ValueError: If it is another operator, or there are no tables.
+    """
+    operator = as_operator(to)
+    if not isinstance(operator, Quantize):
+        raise ValueError(
+            f"embeddings {str(to)!r}: allowed are int2 to int8, such as int8 or int4:g64"
+        )
+    if not tables:
+        raise ValueError(
+            f"embeddings {str(to)!r}: the model has none, and a state dict does not tell which "
+            "tensors are embeddings"
+        )
+    copies = {name: table.detach().clone() for name, table in tables.items()}
+    operator.compress_(copies)
+    return copies

@@ -70,13 +70,13 @@ def compress(
         from torchcram.cli.output import result_output, show
         from torchcram.cli.progress import watching
         from torchcram.experiments.evaluation.results import write_result
-        from torchcram.experiments.evaluation.results_store import (
+        from torchcram.experiments.recipe.overrides import with_targets
+        from torchcram.experiments.results_store import (
             RESULT,
             add_to_results,
             check_results,
             measure,
         )
-        from torchcram.experiments.recipe.overrides import with_targets
         from torchcram.experiments.training.trainer import load_trained
         from torchcram.report.results_table import result_table
 
@@ -133,10 +133,9 @@ def evaluate(
     """Test a trained model, or a file with its compressed weights, on the test split."""
     with errors_in_a_line():
         from torchcram import sparsity
-        from torchcram.experiments.data.text.datasets import TextSet
-        from torchcram.experiments.evaluation.evaluate import score_on_test
-        from torchcram.experiments.training.build import target_weights
-        from torchcram.experiments.training.run_folder import load_weights_
+        from torchcram.experiments.evaluation.compressed_models import score_on_test
+        from torchcram.experiments.io.weights import load_weights_
+        from torchcram.experiments.recipe.build import target_weights
         from torchcram.experiments.training.trainer import load_trained
 
         where = find_device(device)
@@ -148,9 +147,7 @@ def evaluate(
         zeros = sparsity(target_weights(trained.recipe, trained.model))
         measured = {score.metric: score.value, **(score.others or {})}
         scores = ", ".join(f"{name} {100 * value:.2f} %" for name, value in measured.items())
-        tested = f"{len(images.test)} test images"
-        if isinstance(images, TextSet):
-            tested = f"{images.test.count} test {images.task.unit}"
+        tested = trained.recipe.build_task().count_test(images)
         typer.echo(
             f"{model or run}: {scores} on the {tested} of {images.name}, "
             f"sparsity {100 * zeros:.2f} %"

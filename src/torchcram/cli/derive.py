@@ -80,7 +80,8 @@ def finetune(
     the training set.
     """
     with errors_in_a_line(), stoppable():
-        from torchcram.experiments.recipe.overrides import as_name, finetune_recipe, read_at
+        from torchcram.experiments.io.files import slug
+        from torchcram.experiments.recipe.overrides import finetune_recipe, read_at
         from torchcram.experiments.sweep import read_grid
         from torchcram.experiments.training.run_folder import read_run
 
@@ -97,7 +98,7 @@ def finetune(
         _train_on(
             run,
             at,
-            out or _beside(run, f"finetune-{as_name(read_at(at))}"),
+            out or _beside(run, f"finetune-{slug(read_at(at))}"),
             recipe=finetune_recipe(trained_by, at, epochs=epochs, overrides=sets or ()),
             recipes=recipes,
             new_head=False,
@@ -131,8 +132,9 @@ def transfer(
     The model is that of RUN; everything else follows RECIPE.
     """
     with errors_in_a_line(), stoppable():
+        from torchcram.experiments.io.files import slug
         from torchcram.experiments.recipe import load_recipe
-        from torchcram.experiments.recipe.overrides import as_name, read_at, transfer_recipe
+        from torchcram.experiments.recipe.overrides import read_at, transfer_recipe
         from torchcram.experiments.training.run_folder import read_run
 
         check_epochs(epochs, sets)
@@ -144,7 +146,7 @@ def transfer(
         _train_on(
             run,
             at,
-            out or _beside(run, f"transfer-{as_name(read_at(at))}-{as_name(target.name)}"),
+            out or _beside(run, f"transfer-{slug(read_at(at))}-{slug(target.name)}"),
             recipe=recipe,
             recipes={(): recipe},
             new_head=True,
@@ -193,13 +195,12 @@ def _train_on(
     """
     from torchcram.cli.output import derived_table, grid_table, show
     from torchcram.cli.progress import watching
-    from torchcram.experiments.derived_grid import finetune_grid
-    from torchcram.experiments.evaluation.results_store import (
+    from torchcram.experiments.finetuning import finetune, finetune_grid
+    from torchcram.experiments.results_store import (
         add_to_results,
         check_results,
         outcome,
     )
-    from torchcram.experiments.finetuning import finetune
     from torchcram.report.results_table import result_table
 
     where = find_device(device)

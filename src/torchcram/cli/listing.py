@@ -117,10 +117,10 @@ def _models(text: str) -> Listing:
 
 def _datasets(text: str) -> Listing:
     from torchcram.experiments.data.images import dataset_names
-    from torchcram.experiments.tasks.text_formats import TASKS
+    from torchcram.experiments.data.text.formats import TEXT_FORMATS
 
     rows: list[Row] = [*dataset_names().items()]
-    rows += [(name, task.title) for name, task in TASKS.items()]
+    rows += [(name, task.title) for name, task in TEXT_FORMATS.items()]
     rows.append(("NAME", "any folder or archive NAME/<split>/<class>/*.jpg in the data folder"))
     return ("dataset", "what it is"), _with(rows, text)
 
@@ -132,7 +132,7 @@ def _operators(text: str) -> Listing:
 
 def _registered() -> Iterator[tuple[str, str, str]]:
     """Yields a row for every operator and pruner of other packages, including broken ones."""
-    from torchcram.operators.registry import OPERATORS as REGISTERED
+    from torchcram.operators.parse import OPERATORS as REGISTERED
     from torchcram.pruners.parse import PRUNERS
 
     for names, form in ((REGISTERED, "{}:..."), (PRUNERS, "{}@PATTERN")):

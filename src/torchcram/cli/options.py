@@ -13,9 +13,9 @@ from torchcram.cli.errors import UsageError, usage
 if TYPE_CHECKING:
     import torch
 
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.ranks import Ranks
     from torchcram.experiments.recipe import Recipe
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.steps import MakeStep
 
 DataFolder = Annotated[
@@ -153,7 +153,7 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
     return EagerStep if eager else partial(make_step, compiled=compiled)
 
 
-def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
+def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     """Loads the dataset in every rank; local rank 0 goes first, since it may download or pack it.
 
     Raises:
@@ -162,28 +162,20 @@ def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = Fals
     if ranks.world_size == 1:
         return load(recipe, folder, download=download)
 
-    def first() -> AnyData | None:
+    def first() -> Dataset | None:
         return None if ranks.local_rank else load(recipe, folder, download=download)
 
     data = ranks.run_on_all(first)
     return ranks.run_on_all(lambda: data or load(recipe, folder))
 
 
-def load(recipe: Recipe, folder: Path, *, download: bool = False) -> AnyData:
+def load(recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     """Loads the dataset of a recipe; prints a line before slow work."""
-    from torchcram.experiments.data.images import load_data
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    if recipe.text is not None:
-        from torchcram.experiments.data.text.batches import padding
-        from torchcram.experiments.data.text.loading import load_text
-
-        data = load_text(recipe, folder, report=say)
-        say(
-            f"{data.name}: {100 * padding(data.train, recipe.train.batch_size):.1f} % of the "
-            "tokens in training batches are padding"
-        )
-        return data
-    return load_data(recipe.data, folder, download=download, report=say)
+    data: Dataset = recipe.build_task().load(
+        folder, batch_size=recipe.train.batch_size, download=download, report=say
+    )
+    return data

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.table import Table
 
-    from torchcram.experiments.derived_grid import Grid
-    from torchcram.experiments.finetuning import Derived
+    from torchcram.experiments.finetuning import Derived, Grid
     from torchcram.experiments.sweep import Point
-
 
 STANDARD_OUTPUT = Path("-")
 
@@ -100,7 +98,7 @@ def derived_table(derived: Derived) -> Table:
     from rich.text import Text
 
     origin, trained = derived.origin, derived.trained
-    metric, tuned = trained.recipe.metric, trained.recipe.text is None
+    metric, tuned = trained.recipe.metric, trained.recipe.build_task().has_batchnorm
     table = Table(
         title=Text(f"{trained.recipe.title}: test {metric} in % on {trained.info.data.name}"),
         caption="sparsity in % of the compressed weights and of all parameters",

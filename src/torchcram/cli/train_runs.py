@@ -26,25 +26,24 @@ from torchcram.cli.options import (
 from torchcram.cli.output import show
 from torchcram.cli.progress import Style, forward, watching
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.evaluation.results_store import (
+from torchcram.experiments.machine import cores, versions
+from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.recipe import Recipe, load_recipe
+from torchcram.experiments.recipe.overrides import with_epochs
+from torchcram.experiments.results_store import (
     RESULT,
     add_to_results,
     check_results,
     outcome,
 )
-from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.recipe.overrides import with_epochs
-from torchcram.experiments.training.parallel import Failure, Job, cores, run_jobs, shared_gpu
+from torchcram.experiments.training.parallel import Failure, Job, run_jobs, shared_gpu
 from torchcram.experiments.training.trainer import Start, load_trained, train
-from torchcram.experiments.versions import versions
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
 
 if TYPE_CHECKING:
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.evaluation.results import Result
-
+    from torchcram.experiments.tasks import Dataset
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -188,7 +187,7 @@ def _train(
     return result
 
 
-def _start(folder: Path, recipe: Recipe, data: AnyData) -> Start:
+def _start(folder: Path, recipe: Recipe, data: Dataset) -> Start:
     """Returns the weights of a finished run, for a training of the same model."""
     trained = load_trained(folder, torch.device("cpu"))
     ours, theirs = recipe.model, trained.recipe.model

@@ -14,16 +14,15 @@ from torchcram.experiments.bench.candidates import open_source
 from torchcram.experiments.bench.record import FILES, write_bench
 from torchcram.experiments.bench.run import Plan, run_bench
 from torchcram.experiments.bench.timer import torch_threads
-from torchcram.experiments.data.images import load_data
-from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import with_epochs
+from torchcram.experiments.results_store import outcome
 from torchcram.experiments.training.trainer import train
 
 if TYPE_CHECKING:
     from torchcram.experiments.bench.record import Bench
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.evaluation.results import Result
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.trainer import Progress
 
 SGD = "digits/convnet-digits/sgd"
@@ -75,7 +74,11 @@ def run_demo(
     ]
     runs = tuple(folder / _name(recipe, seed) for recipe in recipes)
     with torch_threads(1):
-        data = load_data(recipes[0].data, folder)
+        data: Dataset = (
+            recipes[0]
+            .build_task()
+            .load(folder, batch_size=recipes[0].train.batch_size, download=False, report=report)
+        )
         results = [
             _train(recipe, run, data, seed=seed, progress=progress and progress(recipe.title))
             for recipe, run in zip(recipes, runs, strict=True)
@@ -89,7 +92,7 @@ def _name(recipe: Recipe, seed: int) -> str:
 
 
 def _train(
-    recipe: Recipe, folder: Path, data: AnyData, *, seed: int, progress: Progress | None
+    recipe: Recipe, folder: Path, data: Dataset, *, seed: int, progress: Progress | None
 ) -> Result:
     interval = max(1, recipe.train.epochs // TESTS)
     trained = train(
@@ -105,7 +108,7 @@ def _train(
     return outcome(folder, trained, data, device=CPU)
 
 
-def _bench(run: Path, data: AnyData, report: Callable[[str], None]) -> Bench:
+def _bench(run: Path, data: Dataset, report: Callable[[str], None]) -> Bench:
     source = open_source(run, ())
     candidates = source.candidates(data, device=CPU, accuracy=True, report=report)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import artifact
-from torchcram.artifact.embeddings import find_tables, round_tables
-from torchcram.experiments.evaluation.evaluate import score_on_test
-from torchcram.experiments.evaluation.results_store import measure
+from torchcram.artifact.writer import find_tables, round_tables
+from torchcram.experiments.evaluation.compressed_models import compressed_models, score_on_test
 from torchcram.experiments.io.files import (
     folder_written_aside,
     naming_errors,
     remove_leftovers,
+    slug,
 )
-from torchcram.experiments.recipe.overrides import as_name, with_targets
-from torchcram.experiments.training.build import build_batches, target_weights
-from torchcram.experiments.training.run_folder import save_model
+from torchcram.experiments.io.weights import save_model
+from torchcram.experiments.recipe.build import build_batches, target_weights
+from torchcram.experiments.recipe.overrides import with_targets
+from torchcram.experiments.results_store import as_result, require_same_data
 from torchcram.files import temporary_folder
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.evaluation.results import Result, TargetResult
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.trainer import Trained
 
 ENDINGS = {  # of what an export is called, by its format
@@ -83,7 +84,7 @@ def check_export(
     check_options(kind, values, embeddings)
     if embeddings is not None:
         round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
-    if kind == "transformers" and trained.recipe.text is None:
+    if kind == "transformers" and not trained.recipe.build_task().is_transformers:
         raise ValueError(
             f"--format transformers: {trained.recipe.model.name} is no model of Transformers"
         )
@@ -91,7 +92,7 @@ def check_export(
 
 def export(
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     to: Path,
     *,
     targets: Sequence[str],
@@ -128,26 +129,30 @@ def export(
     remove_leftovers(to)
     written: list[Exported] = []
 
-    def write(target: TargetResult, small: nn.Module) -> None:
+    require_same_data(trained, data)
+    for small in compressed_models(
+        trained.model, trained.recipe, data, targets, device=device, seed=trained.info.seed
+    ):
+        target = small.result()
         if values is not None or embeddings is not None:
             target = _rounded_(
-                small, trained, data, target=target, to=to, rounding=rounding, device=device
+                small.model, trained, data, target=target, to=to, rounding=rounding, device=device
             )
-        path = to / f"{as_name(target.operator)}{ENDINGS[kind]}"
+        path = to / f"{slug(target.operator)}{ENDINGS[kind]}"
         with naming_errors(path):
-            _write(small, trained, data, target=target, path=path, kind=kind, rounding=rounding)
+            _write(
+                small.model, trained, data, target=target, path=path, kind=kind, rounding=rounding
+            )
         written.append(Exported(path, _size(path), target))
-
-    result = measure(trained, data, device=device, use=write, progress=progress)
-    (seed,) = result.seeds
-    tested = tuple(exported.target for exported in written)
-    return replace(result, seeds=(replace(seed, targets=tested),)), written
+        if progress is not None:
+            progress(target)
+    return as_result(trained, [exported.target for exported in written]), written
 
 
 def _rounded_(
     model: nn.Module,
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     *,
     target: TargetResult,
     to: Path,
@@ -165,7 +170,7 @@ def _rounded_(
 def _write(
     model: nn.Module,
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     *,
     target: TargetResult,
     path: Path,
@@ -181,12 +186,8 @@ def _write(
         save_model(model, path)
         return
     if kind == "transformers":
-        from torchcram.experiments.models.text import load_tokenizer
-
-        inner: Any = model.model
         with folder_written_aside(path) as aside:
-            inner.save_pretrained(aside)
-            load_tokenizer(trained.recipe.model.name).save_pretrained(aside)
+            trained.recipe.build_task().save_pretrained(model, aside)
         return
     from torchcram.runtime.onnx import export_onnx
 
@@ -196,15 +197,13 @@ def _write(
     batches = build_batches(trained.recipe, data, train=False, device=cpu, seed=0)
     inputs, _ = next(iter(batches.epoch(0)))
     weights = target_weights(trained.recipe, model)
-    text = trained.recipe.text
-    dims = None if text is None else [{2: torch.export.Dim("tokens", max=text.length)}]
     export_onnx(
         model,
         path,
         inputs[:SAMPLES],
         operator=parse_pruner(operator),
         weights=weights,
-        dynamic_dims=dims,
+        dynamic_dims=trained.recipe.build_task().dynamic_dims(),
     )
 
 

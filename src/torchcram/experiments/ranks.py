@@ -17,6 +17,7 @@ import torch
 from torchcram.experiments.io.dict_diff import explain_differences
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
@@ -156,6 +157,16 @@ class Ranks:
         dist.all_reduce(tensor)
         sums: list[float] = tensor.tolist()
         return sums
+
+    @torch.no_grad()
+    def broadcast_buffers_(self, model: nn.Module) -> None:
+        """Puts the buffers that the model has on rank 0 into those of all ranks."""
+        if self.world_size == 1:
+            return
+        from torch import distributed as dist
+
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
 
     def _gather(self, mine: T) -> list[T]:
         from torch import distributed as dist

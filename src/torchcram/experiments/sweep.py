@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram import parse_operator
-from torchcram.experiments.data.images import AnyData, hold_out
-from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.evaluation.results import mean
-from torchcram.experiments.evaluation.results_store import outcome
 from torchcram.experiments.io import yaml_text
-from torchcram.experiments.recipe.overrides import as_name, with_targets
+from torchcram.experiments.recipe.overrides import Overrides, folder_name, with_targets
+from torchcram.experiments.results_store import outcome
 from torchcram.experiments.training.steps import EagerStep, MakeStep
 from torchcram.experiments.training.trainer import Progress, train
 
@@ -26,14 +22,11 @@ if TYPE_CHECKING:
     import torch
 
     from torchcram.experiments.recipe import Recipe
-
-Overrides = tuple[str, ...]
+    from torchcram.experiments.tasks import Dataset
 
 HELD_OUT = 0.1  # of the training set, to validate on
 VALIDATION = "validation.json"
 FIXED = ("name", "title", "data", "text", "compress")  # what all points have in common
-LONGEST = 100  # characters of a folder's name
-_SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # what stays as it is in one
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ def sweep(
     recipes: Mapping[Overrides, Recipe],
     out: Path,
     *,
-    data: AnyData,
+    data: Dataset,
     device: torch.device,
     seed: int,
     score: Sequence[str] = (),
@@ -114,8 +107,9 @@ def sweep(
     Raises:
         ValueError: if texts would have to be tokenised for more than one model.
     """
-    require_same_texts(recipes.values())
-    held = _held_out(data)
+    tasks = [recipe.build_task() for recipe in recipes.values()]
+    tasks[0].require_same_data(tasks)
+    held = tasks[0].hold_out(data, HELD_OUT)
     wanted = [str(parse_operator(text)) for text in score]
     points = []
     for overrides, recipe in recipes.items():
@@ -139,31 +133,6 @@ def sweep(
         value = mean([after[operator] for operator in wanted or recipe.compress.to])
         points.append(Point(overrides, name, value, found.dense, after))
     return sorted(points, key=lambda one: -1.0 if one.score is None else one.score, reverse=True)
-
-
-def require_same_texts(recipes: Iterable[Recipe]) -> None:
-    """Refuses recipes whose texts are not the same tokens: data is loaded once, for all of them."""
-    models = {recipe.model.name for recipe in recipes if recipe.text is not None}
-    if len(models) > 1:
-        raise ValueError(
-            f"the texts are tokenised for one model, and there are {', '.join(sorted(models))}"
-        )
-
-
-def _held_out(data: AnyData) -> AnyData:
-    if isinstance(data, TextSet):
-        return data.hold_out(HELD_OUT)
-    held: AnyData = hold_out(data, HELD_OUT)  # type: ignore[type-var]  # of its kind
-    return held
-
-
-def folder_name(overrides: Overrides) -> str:
-    """Returns a name for the folder of a point, its own for every one."""
-    name = ",".join(overrides)
-    if all(map(_SIMPLE.fullmatch, overrides)) and len(name) <= LONGEST:
-        return name
-    digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
-    return f"{as_name(name)[:LONGEST]}-{digest}"
 
 
 def _text(value: object) -> str:

@@ -1,1 +1,1 @@
-"""CrAM inside the training loops of other frameworks, each imported where it is used."""
+"""CrAM in the training loops of other frameworks, which are imported only when used."""

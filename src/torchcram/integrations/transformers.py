@@ -22,17 +22,17 @@ __all__ = ["CrAMTrainer"]
 
 
 class CrAMTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer that takes the steps of `CrAM` around the optimizer it would otherwise use.
+    """Trainer that wraps its optimizer in `CrAM` and takes the steps of `CrAM`.
 
     `training_step` runs on every micro-batch of a step at w and, after the last one, once more on
     all of them at w~, with the same normalisation of the loss. The Trainer then clips, steps,
-    schedules, logs, saves and resumes as ever. The micro-batches of a step are kept until then.
+    schedules, logs, saves and resumes as usual. The micro-batches of a step are kept until then.
 
     Args:
-        *args: as for `Trainer`.
-        cram: makes the optimizer, given the model and the base optimizer; for example
+        *args: Positional arguments of `Trainer`.
+        cram: Function that makes the optimizer from the model and the base optimizer, such as
             `lambda model, base: CrAM(model, base, ["global:0.5", "nm:2:4"], rho=0.01)`.
-        **kwargs: as for `Trainer`.
+        **kwargs: Keyword arguments of `Trainer`.
     """
 
     optimizer: Any
@@ -45,11 +45,11 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self._cram = cram
         self._micro: list[dict[str, Any]] = []
-        self._compared = False  # with the optimizers of other processes
+        self._compared = False  # whether all ranks were found to have the same settings
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:  # noqa: ANN401
-        """Makes the optimizer of the Trainer, or takes the one it was given, and wraps it."""
+        """Creates the optimizer of the Trainer, unless it was given one, and wraps it."""
         super().create_optimizer(*args, **kwargs)
         if _cram_in(self.optimizer) is None:
             self._require_whole_parameters()
@@ -65,7 +65,7 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Tensor:
-        """Adds to g; after the last micro-batch turns it into g~. Returns the loss at w."""
+        """Adds to g, and turns it into g~ after the last micro-batch; returns the loss at w."""
         optimizer = _cram_in(self.optimizer)
         assert optimizer is not None  # noqa: S101
         if not self._compared:
@@ -77,8 +77,8 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
             return loss
         for _ in optimizer.rule.passes:
             with optimizer.compressed(grad_scaler=self.accelerator.scaler) as needed:
-                for place, again in enumerate(self._micro if needed else (), 1):
-                    last = place == len(self._micro)
+                for number, again in enumerate(self._micro if needed else (), 1):
+                    last = number == len(self._micro)
                     with nullcontext() if last else self.accelerator.no_sync(model):
                         super().training_step(model, {**again}, *args, **kwargs)
         self._micro = []
@@ -91,7 +91,7 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
             operator: Operator, or its text, such as "global:0.9".
 
         Raises:
-            RuntimeError: if nothing has been trained yet.
+            RuntimeError: If nothing has been trained yet.
         """
         optimizer = _cram_in(self.optimizer)
         if optimizer is None:
@@ -116,7 +116,7 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
 
 
 def _cram_in(optimizer: object) -> CrAM | None:
-    """Returns the CrAM that `optimizer` is, or that Accelerate wrapped."""
+    """Returns the CrAM optimizer inside wrappers of Accelerate; None if there is none."""
     while optimizer is not None and not isinstance(optimizer, CrAM):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer

@@ -1,1 +1,1 @@
-"""Kernels of our own: C++ for the CPU, Triton for CUDA."""
+"""Kernels: C++ for the CPU, Triton for CUDA."""

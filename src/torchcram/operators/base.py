@@ -1,4 +1,4 @@
-"""What a compression operator C is."""
+"""Base classes of compression operators C."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Operator(ABC):
-    """A compression C: weights -> weights, done in place.
+    """Compression C: weights -> weights, done in place.
 
-    Operators are values (frozen dataclasses): comparable, hashable, without state; `str(operator)`
-    names them, in checkpoints too. They see all compressible weights at once, so that ranking over
-    the whole model is nothing special.
+    Operators are values (frozen dataclasses): comparable, hashable and without state;
+    `str(operator)` identifies them, also in checkpoints. An operator receives all compressible
+    weights at once, so that ranking over the whole model needs no special case.
     """
 
     @abstractmethod
@@ -29,9 +29,9 @@ class Operator(ABC):
         """
 
     def recompress_(self, weights: Weights, masks: Masks) -> None:  # noqa: ARG002
-        """Replaces `weights` by C(weights), with `masks` of an earlier use in place of new ones.
+        """Replaces `weights` by C(weights), reusing `masks` of an earlier use.
 
-        What an operator does beside masking, such as rounding, is done anew.
+        Whatever else an operator does, such as rounding, is done anew.
         """
         if self.compress_(weights) is not None:
             raise ValueError(
@@ -40,33 +40,33 @@ class Operator(ABC):
 
     @property
     def parts(self) -> tuple[Operator, ...]:
-        """The operators that it applies one after another: itself, unless it is a chain."""
+        """Operators that are applied one after another: itself, unless it is a chain."""
         return (self,)
 
     @property
     def is_range(self) -> bool:
-        """Whether it stands for a range of operators, to train over."""
+        """Whether it stands for a range of operators to train over."""
         return False
 
     def draw(self, generator: torch.Generator) -> Operator:  # noqa: ARG002
-        """Returns the operator for one step: itself, unless it stands for a range of them."""
+        """Returns the operator of one step: itself, unless it stands for a range of operators."""
         return self
 
 
 class Sparsifier(Operator):
-    """An operator that keeps some weights as they are and zeroes the rest."""
+    """Operator that keeps some weights unchanged and zeroes the rest."""
 
     @abstractmethod
     def select(self, scores: Weights) -> Masks:
-        """Returns the mask of what to keep; a larger magnitude of the score is better."""
+        """Returns masks of the weights to keep, which have the larger scores in magnitude."""
 
     @torch.no_grad()
     def compress_(self, weights: Weights) -> Masks:
-        """Keeps the weights that `select` chooses by their magnitude, zeroes the others."""
+        """Keeps the weights that `select` chooses by magnitude, and zeroes the others."""
         masks = self.select(weights)
         apply_masks_(weights, masks)
         return masks
 
     def recompress_(self, weights: Weights, masks: Masks) -> None:
-        """Zeroes what `masks` do not keep."""
+        """Zeroes the weights that `masks` do not keep."""
         apply_masks_(weights, masks)

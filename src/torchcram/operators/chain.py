@@ -1,4 +1,4 @@
-"""One compression after another."""
+"""Chain, an operator that applies two operators one after the other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(Operator):
-    """C(w) = then(first(w)), pruning and then rounding, say; its mask keeps what both keep.
+    """C(w) = then(first(w)), for example pruning and then rounding; its mask keeps what both keep.
 
-    Nothing recurses into `first`, so that a chain may have any number of parts.
+    No method recurses into `first`, so that a chain may have any number of parts.
     """
 
     first: Operator
@@ -35,7 +35,7 @@ class Chain(Operator):
 
     @property
     def parts(self) -> tuple[Operator, ...]:
-        """The operators of the chain in the order in which they compress; none is a chain."""
+        """Operators of the chain in the order in which they compress; none is a chain."""
         parts = []
         operator: Operator = self
         while isinstance(operator, Chain):
@@ -44,7 +44,7 @@ class Chain(Operator):
         return (operator, *reversed(parts))
 
     def compress_(self, weights: Weights) -> Masks | None:
-        """Compresses by one part after the other."""
+        """Compresses with one part after the other."""
         kept: Masks | None = None
         for part in self.parts:
             masks = part.compress_(weights)
@@ -55,17 +55,17 @@ class Chain(Operator):
         return kept
 
     def recompress_(self, weights: Weights, masks: Masks) -> None:
-        """Compresses by all parts, with the mask of the whole chain in place of theirs."""
+        """Compresses with all parts, using the masks of the whole chain instead of theirs."""
         for part in self.parts:
             part.recompress_(weights, masks)
 
     @property
     def is_range(self) -> bool:
-        """Whether a part stands for a range."""
+        """Whether a part stands for a range of operators."""
         return any(part.is_range for part in self.parts)
 
     def draw(self, generator: torch.Generator) -> Operator:
-        """Draws all parts."""
+        """Returns the chain of operators drawn for each part."""
         return join([part.draw(generator) for part in self.parts])
 
     def __eq__(self, other: object) -> bool:
@@ -87,5 +87,5 @@ class Chain(Operator):
 
 
 def join(parts: list[Operator] | tuple[Operator, ...]) -> Operator:
-    """Returns the chain of `parts`, or the only part."""
+    """Returns the chain of `parts`; a single part is returned itself."""
     return reduce(Chain, parts)

@@ -1,4 +1,4 @@
-"""N:M patterns, such as the 2:4 that sparse tensor cores run."""
+"""N:M patterns, such as 2:4 for sparse tensor cores."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 class NM(Sparsifier):
     """Keeps the `keep` largest of every `group` consecutive weights along the reduction dimension.
 
-    The reduction dimension is the one a product sums over: the input features of a Linear layer,
-    the input channels at each position of a kernel. A layer in which it is no multiple of `group`
-    is left dense and named in a warning.
+    The reduction dimension is the one that a product sums over: the input features of a Linear
+    layer, the input channels at each position of a kernel. A layer in which it is not a multiple of
+    `group` is left dense and named in a warning.
+
+    Attributes:
+        keep: Number of weights to keep in every group.
+        group: Number of consecutive weights in a group.
     """
 
     keep: int
@@ -44,7 +48,7 @@ class NM(Sparsifier):
 
     @torch.no_grad()
     def select(self, scores: Weights) -> Masks:
-        """Keeps the largest scores of every group; ties go to the earlier one."""
+        """Keeps the largest scores of every group; of equal scores the earlier is kept."""
         scores = local_weights(scores)
         masks, dense = {}, []
         for name, score in scores.items():
@@ -61,17 +65,19 @@ class NM(Sparsifier):
         return masks
 
     def _select_rows(self, scores: Tensor, part: Part) -> Tensor:
+        """Returns the mask of local rows that are inputs, with groups that span ranks."""
         rows, before = complete_blocks(scores, part, self.group)
         kept = self._select(rows.movedim(0, -1)).movedim(-1, 0)
         return kept[before : before + len(scores)]
 
     def _select(self, scores: Tensor) -> Tensor:
+        """Returns the mask along the last dimension."""
         key = magnitude_keys(scores).unflatten(-1, (-1, self.group))  # (..., groups, group)
-        place = torch.arange(self.group, device=key.device)
+        index = torch.arange(self.group, device=key.device)
         beaten_by = torch.zeros_like(key, dtype=torch.uint8 if self.group < 256 else torch.int32)
         for rival in range(self.group):
             other = key[..., rival : rival + 1]
-            beaten_by += torch.where(place > rival, other >= key, other > key)
+            beaten_by += torch.where(index > rival, other >= key, other > key)
         return (beaten_by < self.keep).flatten(-2)
 
     def __str__(self) -> str:
@@ -81,6 +87,6 @@ class NM(Sparsifier):
 @functools.cache
 def _warn_left_dense(operator: NM, names: tuple[str, ...]) -> None:
     warn_caller(
-        f"{operator} leaves dense, their input dimension being no multiple of {operator.group}: "
-        + list_names(names)
+        f"{operator} leaves dense the layers whose input dimension is no multiple of "
+        f"{operator.group}: {list_names(names)}"
     )

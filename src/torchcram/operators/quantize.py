@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class Quantize(Operator):
     """Rounds weights to the nearest multiple q s of a scale s, |q| <= 2^(bits-1) - 1.
 
-    s is the largest magnitude it serves divided by 2^(bits-1) - 1: that of an output channel, or
-    with `group_size` of every `group_size` consecutive weights along the reduction dimension. Zero
-    stays zero, so quantizing after pruning keeps the mask. There is no mask of its own: the
-    gradient passes straight through.
+    The scale s is the largest magnitude of its weights divided by 2^(bits-1) - 1. Its weights are
+    an output channel, or with `group_size` every `group_size` consecutive weights along the
+    reduction dimension. Zero stays zero, so quantizing after pruning keeps the mask. Quantize has
+    no mask of its own: the gradient passes straight through.
 
     Attributes:
-        bits: 2 to 8.
-        group_size: None for one scale per output channel.
+        bits: Number of bits, 2 to 8.
+        group_size: Number of inputs that share a scale; None for one scale per output channel.
     """
 
     bits: int
@@ -48,7 +48,7 @@ class Quantize(Operator):
 
     @property
     def levels(self) -> int:
-        """The largest |q|."""
+        """Largest |q|."""
         return int(2 ** (self.bits - 1)) - 1
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class Quantize(Operator):
             _warn_whole_channels(self, tuple(whole))
 
     def _round(self, view: Tensor, group_size: int | None) -> Tensor:
-        # (groups, outputs, kernel x inputs), or the inputs in groups of group_size
+        # (groups, outputs, kernel x inputs), or (..., inputs / group_size, group_size)
         rows = view.flatten(2) if group_size is None else view.unflatten(-1, (-1, group_size))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         scale = self._scale(rows.abs().amax(-1, keepdim=True))
@@ -92,7 +92,7 @@ class Quantize(Operator):
         return (rows / scale).round_().mul_(scale)
 
     def _scale(self, largest: Tensor) -> Tensor:
-        # divided by a number, CUDA multiplies by its inverse, which is not what the CPU does
+        # divides by a tensor: for a number CUDA multiplies by its inverse, unlike the CPU
         scale = largest / torch.full_like(largest, self.levels)
         return torch.where(scale == 0, 1, scale)
 
@@ -103,6 +103,6 @@ class Quantize(Operator):
 @functools.cache
 def _warn_whole_channels(operator: Quantize, names: tuple[str, ...]) -> None:
     warn_caller(
-        f"{operator} takes one scale per output channel, the input dimension being no multiple of "
-        f"{operator.group_size}, in: {list_names(names)}"
+        f"{operator} takes one scale per output channel in layers whose input dimension is no "
+        f"multiple of {operator.group_size}: {list_names(names)}"
     )

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _TopK(Sparsifier):
-    """A sparsity, or a range of them out of which every step draws one.
+    """Base class of magnitude pruning, with one sparsity or a range of sparsities to train over.
 
     Attributes:
-        sparsity: the fraction of weights to zero, in [0, 1); or (low, high), a range to train over.
+        sparsity: Fraction of weights to zero, in [0, 1); or (low, high), a range to train over.
     """
 
     sparsity: float | tuple[float, float]
@@ -52,11 +52,11 @@ class _TopK(Sparsifier):
 
     @property
     def is_range(self) -> bool:
-        """Whether every step draws a level."""
+        """Whether every step draws a sparsity."""
         return isinstance(self.sparsity, tuple)
 
     def draw(self, generator: torch.Generator) -> Self:
-        """Draws a level uniformly from the range; a single level is itself."""
+        """Draws a sparsity uniformly from the range; without a range returns itself."""
         if not isinstance(self.sparsity, tuple):
             return self
         low, high = self.sparsity
@@ -65,7 +65,7 @@ class _TopK(Sparsifier):
 
     @property
     def level(self) -> float:
-        """The sparsity, where there is one."""
+        """Sparsity, if it is not a range."""
         if isinstance(self.sparsity, tuple):
             raise ValueError(
                 f"{self} is a range to train over; to compress, give one sparsity or draw() one"
@@ -81,7 +81,7 @@ class _TopK(Sparsifier):
 class GlobalTopK(_TopK):
     """Keeps the n - round(sparsity n) largest of all n weights together, exactly.
 
-    Ties are broken by position, so that the achieved sparsity is the requested one also for
+    Ties are broken by position, so that the achieved sparsity is the requested one, also in
     bfloat16.
     """
 
@@ -102,8 +102,8 @@ class UniformTopK(_TopK):
     """Keeps the n - round(sparsity n) largest of the n weights of each layer, exactly.
 
     The q, k and v of attention and the experts of a mixture are layers of their own, whether they
-    share a weight or not. The gates of a recurrent layer are not: its input and recurrent weights
-    are a layer each.
+    share a weight or not. The gates of a recurrent layer are not: its input weights are one layer,
+    its recurrent weights another.
     """
 
     def select(self, scores: Weights) -> Masks:
@@ -133,13 +133,13 @@ class UniformTopK(_TopK):
 class RowTopK(UniformTopK):
     """Keeps the n - round(sparsity n) largest of the n weights of each output, exactly.
 
-    n is what an output sums over: the inputs of a Linear layer, inputs times kernel positions of a
-    convolution.
+    n is the number of weights that an output sums over: the inputs of a Linear layer, inputs times
+    kernel positions of a convolution.
     """
 
     @torch.no_grad()
     def select(self, scores: Weights) -> Masks:
-        """Keeps the largest scores of every output; ties go to the earlier one."""
+        """Keeps the largest scores of every output; of equal scores the earlier is kept."""
         scores = local_weights(scores)
         masks = {}
         for name, score in scores.items():
@@ -165,11 +165,11 @@ def _pair(operator: Sparsifier, levels: tuple[float, ...]) -> tuple[float, float
 def _checked(operator: Sparsifier, sparsity: float) -> float:
     number = isinstance(sparsity, Real) and not isinstance(sparsity, bool)
     if not number or not 0 <= sparsity < 1:
-        raise ValueError(f"{type(operator).__name__}: sparsity {sparsity!r} is not in [0, 1)")
+        raise ValueError(f"{type(operator).__name__}: sparsity must be in [0, 1), got {sparsity!r}")
     return float(sparsity) + 0.0  # -0.0 + 0.0 is 0.0, whose text can be read
 
 
 def _decimal(level: float) -> str:
-    """The shortest text that reads back as `level`; no exponent, whose '-' would be a range."""
+    """Returns the shortest text that reads back as `level`; an exponent's '-' would be a range."""
     text = repr(level)
     return text if "e" not in text else f"{level:.400f}".rstrip("0")

@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint`, for any number of processes before and after."""
+"""Checkpoints by `torch.distributed.checkpoint` that any number of ranks can save and load."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class TrainingState(Stateful):
-    """All that training depends on, for `torch.distributed.checkpoint` to save and load.
+    """State of a training, for `torch.distributed.checkpoint` to save and load.
 
         dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=folder)
 
-    Weights, moments and masks are saved as they are sharded; training may go on with other shards,
-    with none, or under DDP, and draws the operators that it would have drawn. Model, optimizer,
-    operators, rule and `mask_interval` are to be the same.
+    Weights, moments and masks are saved as they are sharded. Training may continue with other
+    shards, without shards, or under DDP, and draws the operators that it would have drawn. Model,
+    optimizer, operators, rule and `mask_interval` must be the same.
 
     Args:
-        model: that is trained, wrapped or not.
-        optimizer: that trains it.
+        model: Model that is trained, wrapped or not.
+        optimizer: Optimizer that trains it.
     """
 
     def __init__(self, model: nn.Module, optimizer: CrAM) -> None:
@@ -46,7 +46,7 @@ class TrainingState(Stateful):
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, in tensors that a checkpoint may also be loaded into."""
+        """Returns the state; a checkpoint may also be loaded into its tensors."""
         self.optimizer._shard_context.reshard()
         state = self.optimizer._extra_state()["cram"]
         kept = {(operator, at): masks for operator, at, masks in state["masks"]}
@@ -61,7 +61,7 @@ class TrainingState(Stateful):
         }
         optimizer: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer.base)
         if not begun:
-            self.optimizer.base.state.clear()  # torch has taken a step to have some
+            self.optimizer.base.state.clear()  # torch has taken a step to create it
         self._begin_states(optimizer["state"])
         return {
             "model": get_model_state_dict(self.model),
@@ -74,7 +74,7 @@ class TrainingState(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a state."""
+        """Loads a state."""
         set_model_state_dict(self.model, state_dict["model"])
         set_optimizer_state_dict(
             self.model, self.optimizer.base, optim_state_dict=state_dict["optimizer"]
@@ -95,7 +95,7 @@ class TrainingState(Stateful):
         self.optimizer._read_extra_state({"cram": state})()
 
     def _slots(self) -> list[tuple[str, int]]:
-        """Every operator in every pass of the rule: there may be a mask to keep for it."""
+        """Returns every operator in every pass of the rule: each may have masks to keep."""
         optimizer = self.optimizer
         if optimizer._sampler.mask_interval == 1:
             return []
@@ -104,29 +104,32 @@ class TrainingState(Stateful):
 
     def _bytes(self, packed: list[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
         """Puts up to eight masks of each weight into one byte per entry, sharded as the weight."""
-        here = local_weights(self.optimizer.weights)
-        found = {}
+        local_shards = local_weights(self.optimizer.weights)
+        by_name = {}
         for name, weight in self.optimizer.weights.items():
-            bits = torch.zeros_like(here[name], dtype=torch.uint8)
-            for place, masks in enumerate(packed):
+            shard = local_shards[name]
+            bits = torch.zeros_like(shard, dtype=torch.uint8)
+            for bit, masks in enumerate(packed):
                 if masks is not None and name in masks:
-                    bits |= unpack_bits(masks[name], here[name]).to(torch.uint8) << place
-            found[plain_name(self.model, name)] = _sharded_as(weight, bits)
-        return found
+                    bits |= unpack_bits(masks[name], shard).to(torch.uint8) << bit
+            by_name[plain_name(self.model, name)] = _sharded_as(weight, bits)
+        return by_name
 
-    def _bits(self, held: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+    def _bits(self, held: Mapping[str, Tensor], bit: int) -> dict[str, Tensor]:
+        """Returns the masks in one bit of the bytes that `_bytes` returns, packed."""
         names = {name: plain_name(self.model, name) for name in self.optimizer.weights}
-        return {name: pack_bits((local(held[plain]) >> place) & 1) for name, plain in names.items()}
+        return {name: pack_bits((local(held[plain]) >> bit) & 1) for name, plain in names.items()}
 
     def _begin_states(self, states: dict[str, Any]) -> None:
         """Adds states of zeros for parameters that have had no gradient yet; loading drops them.
 
-        An optimizer that a checkpoint is to be loaded into has states of all parameters.
+        They are needed because torch loads a checkpoint into states of all parameters.
         """
         if not states:
             return
         parameters = dict(self._trained())
-        name = max(states, key=lambda name: parameters[name].dim())  # a scalar is like its count
+        # not a scalar, whose moments have the shape of the step count
+        name = max(states, key=lambda name: parameters[name].dim())
         known, shape = states[name], parameters[name].shape
         for other in parameters.keys() - states.keys():
             states[other] = {
@@ -136,24 +139,26 @@ class TrainingState(Stateful):
             }
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters that the optimizer trains, by their names without wrappers."""
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             if id(parameter) in trained and parameter.requires_grad:
                 yield plain_name(self.model, name), parameter
 
     def _begun(self) -> list[str]:
-        """Returns the parameters that the base optimizer has a state of."""
+        """Returns the names of the parameters that the base optimizer has a state for."""
         states = self.optimizer.base.state
         return [name for name, parameter in self._trained() if states.get(parameter)]
 
 
-def _sharded_as(weight: Tensor, here: Tensor) -> Tensor:
+def _sharded_as(weight: Tensor, shard: Tensor) -> Tensor:
+    """Returns a DTensor with the sharding of `weight` whose local shard is `shard`."""
     if not is_sharded(weight):
-        return here
+        return shard
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        here,
+        shard,
         weight.device_mesh,  # type: ignore[attr-defined]
         weight.placements,  # type: ignore[attr-defined]
         run_check=False,

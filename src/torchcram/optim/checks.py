@@ -1,4 +1,4 @@
-"""What `CrAM` refuses, before anything is touched."""
+"""Checks of the arguments of `CrAM`, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torchcram.operators import Operator
 
 PLAIN_STEP = (
-    "step() would take a plain step of {base}: no compressed pass went before it. Either hand it a "
+    "step() would take a plain step of {base}: no compressed pass went before it. Either pass a "
     "closure, optimizer.step(closure); or run backward a second time in `with "
     "optimizer.compressed():` before optimizer.step(); or use what torchcram.integrations has for "
     "your loop: CompressedPass for Lightning, CrAMTrainer in place of the Trainer of Transformers. "
     "CrAM(..., allow_plain_steps=True) takes plain steps."
 )
 ACCUMULATION = (
-    "Lightning accumulates gradients over {count} batches and hands CrAM the closure of the last "
+    "Lightning accumulates gradients over {count} batches and gives CrAM the closure of the last "
     "one only: add torchcram.integrations.lightning.CompressedPass() to the callbacks of the "
     "Trainer, which runs the compressed pass over all of them"
 )
@@ -42,7 +42,7 @@ def check_arguments(
     mask_interval: int,
     base_step_probability: float,
 ) -> None:
-    """Raises ValueError with what was given and what is allowed."""
+    """Raises ValueError for arguments of `CrAM` that are not allowed."""
     if isinstance(model, Optimizer) and isinstance(base, nn.Module):
         raise ValueError("model and base are swapped: CrAM(model, base, operators)")
     if not isinstance(model, nn.Module):
@@ -61,32 +61,32 @@ def check_arguments(
 
 
 def check_ascent(norm: float | None, rule: UpdateRule, *, normalize: bool) -> None:
-    """Raises ValueError unless `max_ascent_norm` is of use."""
+    """Raises ValueError unless `max_ascent_norm` is positive and has an effect."""
     if norm is None:
         return
     if not isinstance(norm, (int, float)) or not norm > 0:
         raise ValueError(f"max_ascent_norm={norm!r} is neither None nor positive")
-    if normalize or not any(one.ascend for one in rule.passes):
-        how = "along g/|g|, of length 1" if normalize else "nowhere"
-        raise ValueError(f"max_ascent_norm={norm!r} is of no use: {rule.name} here ascends {how}")
+    if normalize or not any(pass_.ascend for pass_ in rule.passes):
+        reason = "ascends along g/|g|, of length 1" if normalize else "does not ascend"
+        raise ValueError(f"max_ascent_norm={norm!r} has no effect: {rule.name} {reason}")
 
 
 def check_rule(rule: object) -> None:
-    """Raises ValueError unless `rule` is one."""
+    """Raises ValueError unless `rule` is an update rule."""
     if not isinstance(rule, UpdateRule):
         names = ", ".join(RULES)
-        raise ValueError(f"rule={rule!r} is not an UpdateRule; torchcram has those of {names}")
+        raise ValueError(f"rule={rule!r} is not an UpdateRule; torchcram has {names}")
 
 
 def check_still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> None:
-    """Raises RuntimeError if `scaler` has unscaled g already: the next pass would add to it."""
+    """Raises RuntimeError if `scaler` has unscaled g already, which the next pass adds to."""
     states = getattr(scaler, "_per_optimizer_states", {})
     if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
         raise RuntimeError("unscale_() was called before compressed(): call it after, on g~")
 
 
 def check_closure(closure: object) -> None:
-    """Raises RuntimeError for a closure of Lightning that stands for a part of the batch only."""
+    """Raises RuntimeError for a closure of Lightning that covers only a part of the batch."""
     lightning = sys.modules.get("lightning.pytorch")
     if lightning is None or not isinstance(closure, functools.partial) or not closure.args:
         return
@@ -98,6 +98,7 @@ def check_closure(closure: object) -> None:
 
 
 def _check_base(model: nn.Module, base: Optimizer) -> None:
+    """Raises ValueError unless `base` is an optimizer of parameters of `model`."""
     if not isinstance(base, Optimizer):
         raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")
     if isinstance(base, LBFGS):
@@ -118,6 +119,7 @@ def check_param_group(
 
 
 def _check_members(model: nn.Module, parameters: Sequence[Tensor], number: int) -> None:
+    """Raises ValueError unless all parameters of group `number` are part of `model`."""
     known = {id(parameter) for parameter in model.parameters()}
     for index, parameter in enumerate(parameters):
         if isinstance(parameter, Tensor) and id(parameter) not in known:

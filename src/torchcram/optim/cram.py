@@ -19,7 +19,6 @@ from torchcram.compress import compress
 from torchcram.layers import LayerWeights, Masks, Weights, local_weights
 from torchcram.operators import Operator, as_operator
 from torchcram.optim import gradients
-from torchcram.optim.backup import Backup, StepState, UndoStack
 from torchcram.optim.checks import (
     PLAIN_STEP,
     check_arguments,
@@ -29,14 +28,19 @@ from torchcram.optim.checks import (
     check_rule,
     check_still_scaled,
 )
-from torchcram.optim.finite import NonFiniteGuard, all_finite, carry_overflow, raise_not_finite
-from torchcram.optim.gradients import Gradients
-from torchcram.optim.randomness import Randomness
+from torchcram.optim.gradients import (
+    Gradients,
+    NonFiniteGuard,
+    all_finite,
+    carry_overflow,
+    raise_not_finite,
+)
 from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.sampler import OperatorSampler
-from torchcram.optim.shard_context import ShardContext
+from torchcram.optim.step_state import Backup, RngState, StepState, UndoStack
 from torchcram.optim.wrapper import Wrapper
+from torchcram.sharding import ShardContext
 from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
 from torchcram.weights import mask_gradients_, weights_in
 
@@ -46,33 +50,34 @@ if TYPE_CHECKING:
 
 
 class CrAM(Wrapper):
-    """g~ = M * grad L(C(w + rho g)) + g, handed to `base`; other rules by `rule`.
+    """Steps `base` with g~ = M * grad L(C(w + rho g)) + g; `rule` selects other formulas for g~.
 
     Args:
-        model: the model that is trained.
-        base: the optimizer that takes the steps. It keeps its own state; learning-rate schedulers
-            go on this wrapper.
-        operators: one, or several out of which every step draws one uniformly ("-Multi"); text such
-            as "global:0.9" will do. SAM needs none.
-        rho: length of the ascent; a parameter group of `base` with its own "rho" overrides it
-            (except where that is an option of `base` itself, as with Adadelta).
-        rule: one of `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK`, `TOPK_PLUS`.
-        sparse_gradients: multiply by M where the rule says so; False never does.
-        normalize: ascend along g/|g|; None leaves it to the rule.
-        max_ascent_norm: ascend along g scaled down to at most this norm, as `clip_grad_norm_` does;
-            what CrAM+ adds is g as it is. None leaves g alone.
-        mask_interval: compute the mask of an operator anew only at every so many of its uses.
-        base_step_probability: the probability of a plain step of `base` instead.
-        weights: what to compress; by default all `compressible_weights(model)`.
-        seed: of the draws, which have a generator of their own.
-        replay_randomness: let all passes of `step(closure)` see the same random numbers (dropout).
-        check_finite: raise FloatingPointError at a NaN or infinite gradient instead of stepping.
-            The host waits for the device to know, except with a fused base optimizer on CUDA: that
-            one skips the step on the device, and the error comes with the next step. A GradScaler,
-            where there is one, decides instead. Plain steps are not checked.
-        allow_plain_steps: let a `step()` that no compressed pass went before be a step of `base`
-            with the gradient as it is. By default that is an error, since a loop that was not
-            adapted to CrAM would otherwise train without it and never say so.
+        model: Model to train.
+        base: Optimizer that takes the steps and keeps its own state. Attach learning-rate
+            schedulers to this wrapper, not to `base`.
+        operators: Operator, its text such as "global:0.9", or a sequence of either, from which
+            every step draws one uniformly ("-Multi"). SAM needs none.
+        rho: Length of the ascent. A parameter group of `base` with its own "rho" overrides it,
+            unless "rho" is an option of `base` itself, as in Adadelta.
+        rule: Update rule: `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK` or `TOPK_PLUS`.
+        sparse_gradients: Whether to multiply gradients by M where the rule does; False never does.
+        normalize: Whether to ascend along g/|g|; None leaves it to the rule.
+        max_ascent_norm: Norm that g is clipped to for the ascent, as by `clip_grad_norm_`. The g
+            that CrAM+ adds is not clipped. None clips nothing.
+        mask_interval: Number of uses of an operator after which its mask is computed anew.
+        base_step_probability: Probability that a step is a plain step of `base`.
+        weights: Weights to compress; by default all `compressible_weights(model)`.
+        seed: Seed of the generator that operators are drawn from; only `CrAM` uses it.
+        replay_randomness: Whether all passes of `step(closure)` see the same random numbers, and so
+            the same dropout.
+        check_finite: Whether to raise FloatingPointError instead of stepping when a gradient is NaN
+            or infinite. The host waits for the device to find out, except with a fused base
+            optimizer on CUDA: that one skips the step on the device, and the next step raises the
+            error. With a GradScaler, the scaler decides instead. Plain steps are not checked.
+        allow_plain_steps: Whether a `step()` without a compressed pass before it is a plain step of
+            `base`. By default it is an error: otherwise a loop that was not adapted to CrAM would
+            train without it unnoticed.
     """
 
     def __init__(
@@ -95,13 +100,13 @@ class CrAM(Wrapper):
         allow_plain_steps: bool = False,
     ) -> None:
         check_rule(rule)
-        given = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
-        drawn = tuple(as_operator(operator) for operator in given)
-        check_arguments(model, base, drawn, rule, rho, mask_interval, base_step_probability)
+        listed = (operators,) if isinstance(operators, (Operator, str)) else operators or ()
+        choices = tuple(as_operator(operator) for operator in listed)
+        check_arguments(model, base, choices, rule, rho, mask_interval, base_step_probability)
         self._shard_context = ShardContext(model)
         super().__init__(base)
         self.model = model
-        self.weights = self._choose(weights) if rule.compresses else LayerWeights({})
+        self.weights = self._select_weights(weights) if rule.compresses else LayerWeights({})
         self.rho = rho
         self.rule = rule
         self.sparse_gradients = sparse_gradients
@@ -112,11 +117,11 @@ class CrAM(Wrapper):
         self.replay_randomness = replay_randomness
         self.check_finite = check_finite
         self.allow_plain_steps = allow_plain_steps
-        self._sampler = OperatorSampler(drawn if rule.compresses else (), mask_interval, seed)
+        self._sampler = OperatorSampler(choices if rule.compresses else (), mask_interval, seed)
         self._guard = NonFiniteGuard(base, self._shard_context, self._sampler.forget_all)
-        self._now = StepState()
+        self._step_state = StepState()
         self._backup = Backup(self._shard_context)
-        self._undo = UndoStack()  # what leads from w~ back to w
+        self._undo = UndoStack()  # leads from w~ back to w
         require_alike(self)
         mark_trained(model, self.weights)
 
@@ -125,27 +130,28 @@ class CrAM(Wrapper):
         """Takes one step and returns the loss at w.
 
         Args:
-            closure: clears the gradients, computes the loss, calls backward and returns the loss;
-                called once at w and once per pass of the rule (C-SAM has two, all others one). None
-                takes the step with the g~ that `compressed()` has left in `.grad`.
+            closure: Function that clears the gradients, computes the loss, calls backward and
+                returns the loss. It is called once at w and once per pass of the rule (C-SAM has
+                two passes, all others one). None takes the step with the g~ that `compressed()`
+                has left in `.grad`.
         """
         self._require_outside()
         if closure is None:
             self._require_ready()
-            self._now.ready = False
+            self._step_state.ready = False
             return self._guard.step()
         check_closure(closure)
         closure = torch.enable_grad()(closure)
-        self._now.passes, self._now.ready = [], False
-        before = self._randomness()
+        self._step_state.passes, self._step_state.ready = [], False
+        rng_state = self._rng_state()
         loss = closure()  # g
         for _ in self.rule.passes:
             with self.compressed() as needed:
                 if needed:
-                    if before is not None:
-                        before.replay()
+                    if rng_state is not None:
+                        rng_state.restore()
                     closure()  # grad L(w~)
-        self._now.ready = False
+        self._step_state.ready = False
         self._guard.step()  # w <- w - lr g~
         return loss
 
@@ -154,16 +160,17 @@ class CrAM(Wrapper):
         """Moves the weights to w~ for a `with` block; after it they are w and `.grad` holds g~.
 
         On entry `.grad` must hold g. Inside, run backward on the same data, in as many
-        micro-batches as g was made of; running statistics stand still. Whatever happens inside, w
-        comes back bit for bit; after an exception `.grad` is g. The block is to be entered once per
-        pass of the rule: once, for C-SAM twice.
+        micro-batches as g was made of; running statistics do not change. Whatever happens inside, w
+        comes back bit for bit; after an exception `.grad` is g. Enter the block once per pass of
+        the rule: twice for C-SAM, once for all others.
 
         Args:
-            grad_scaler: the scaler that scaled the losses, if any. g~ stays scaled for its `step`,
+            grad_scaler: Scaler that scaled the losses, if any. g~ stays scaled for its `step`,
                 which also skips the step if either pass overflowed.
 
         Yields:
-            False in a plain base step (`base_step_probability`): what is run inside does not count.
+            Whether the pass is needed. In a plain base step (`base_step_probability`) it is not,
+            and gradients computed inside are dropped.
         """
         self._require_outside()
         check_still_scaled(self, grad_scaler)
@@ -171,47 +178,159 @@ class CrAM(Wrapper):
         g = [pair for group in by_group for pair in group]
         masks = None
         try:
-            self._now.g, self._now.ready = g, False
-            one = self._next_pass()
-            self._undo.push(self._forget_copies)  # of w~
-            self._backup.save(self._moved_by(one))  # w
+            self._step_state.g, self._step_state.ready = g, False
+            pass_ = self._next_pass()
+            self._undo.push(self._drop_copies)  # made of w~
+            self._backup.save(self._moved_by(pass_))  # w
             self._undo.push(self._backup.restore)
-            if one is not None and one.ascend:
+            if pass_.ascend:
                 self._ascend_(by_group, grad_scaler)  # w + rho g
-            if one is not None and one.compress:
+            if pass_.compress:
                 masks = self._compress_()  # C(w + rho g)
-            self._forget_copies()  # of w
-            self._prepare_layers(one, masks)
-            yield one is not None  # at w~
-            self._require_gradients(one, g)
+            self._drop_copies()  # made of w
+            self._prepare_layers(pass_, masks)
+            yield not self._step_state.plan.plain  # at w~
+            self._require_gradients(g)
             self._undo.unwind()  # w
-            self._combine(one, g, masks)  # g~ = M * grad L(w~) + g
-            self._check_finite(one, g, grad_scaler)
+            self._combine(pass_, g, masks)  # g~ = M * grad L(w~) + g
+            self._check_finite(pass_, g, grad_scaler)
         except BaseException:
             self.restore()
             raise
-        self._now.passes.pop(0)
-        self._now.g, self._now.ready = None, not self._now.passes
+        self._step_state.passes.pop(0)
+        self._step_state.g, self._step_state.ready = None, not self._step_state.passes
+
+    def _next_pass(self) -> Pass:
+        """Returns the pass that comes next; the first pass of a step draws the operator."""
+        if not self._step_state.passes:
+            plan = self._step_state.plan = self._sampler.draw(self.base_step_probability)
+            passes = self.rule.passes
+            self._step_state.passes = [Pass()] * len(passes) if plan.plain else list(passes)
+        return self._step_state.passes[0]
+
+    def _moved_by(self, pass_: Pass) -> list[Tensor]:
+        """Returns the parameters that a pass changes."""
+        ascending = self._parameters() if pass_.ascend else []
+        compressed = self.weights.values() if pass_.compress else ()
+        return list({id(p): p for p in (*ascending, *compressed)}.values())
+
+    def _ascend_(self, by_group: list[Gradients], scaler: GradScaler | None) -> None:
+        """Moves w to w + rho g, or to w + rho g/|g|; a loss scale in g is divided out."""
+        g = [pair for group in by_group for pair in group]
+        unit: float | Tensor = 1.0
+        if self.normalize:
+            unit = gradients.one_over(self._shard_context.norm(g))
+        elif scaler is not None and scaler.is_enabled():
+            unit = 1 / scaler.scale(torch.ones((), device=g[0][1].device))
+        if self.max_ascent_norm is not None:
+            norm = self._shard_context.norm(g) * unit
+            unit = unit * gradients.clipping(norm, self.max_ascent_norm)
+        for group, pairs in zip(self.param_groups, by_group, strict=True):
+            w = self._shard_context.local([parameter for parameter, _ in pairs])
+            direction = self._shard_context.local([gradient for _, gradient in pairs])
+            gradients.add_scaled_(w, direction, self._rho_of(group) * unit)
+
+    def _compress_(self) -> Masks | None:
+        """Compresses the weights with the operator that this step has drawn."""
+        local = local_weights(self.weights)
+        at = len(self._step_state.passes)
+        return self._sampler.compress_(self._step_state.plan, local, at=at)
+
+    def _drop_copies(self) -> None:
+        """Drops the copies of the weights that autocast and FSDP have made."""
+        torch.clear_autocast_cache()
+        self._shard_context.reshard()
+
+    def _prepare_layers(self, pass_: Pass, masks: Masks | None) -> None:  # noqa: ARG002
+        """Prepares the layers for passes at w~: running statistics do not change there."""
+        statistics = FrozenStatistics(self.model)
+        self._undo.push(statistics.restore)
+        statistics.freeze()
+
+    def _combine(self, pass_: Pass, g: Gradients, masks: Masks | None) -> None:
+        """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
+        if self._step_state.plan.plain:
+            self.zero_grad()
+            gradients.put_gradients(g)
+            return
+        if pass_.mask and self.sparse_gradients and masks is not None:
+            mask_gradients_(self.weights, masks)
+        if pass_.plus:
+            gradients.add_gradients(g, self._shard_context)
+
+    def _check_finite(self, pass_: Pass, g: Gradients, scaler: GradScaler | None) -> None:
+        """Raises FloatingPointError for NaN or infinity, or leaves them in `.grad` for `scaler`."""
+        self._guard.forget_pending()
+        scaled = scaler is not None and scaler.is_enabled()
+        if not scaled and not self.check_finite:
+            return
+        combined = gradients.gradients_of(self._parameters())
+        # if g is not part of g~, NaN in g does not show there
+        hidden = [] if self._step_state.plan.plain or pass_.plus else g
+        if scaled:
+            carry_overflow(hidden, into=combined, shard_context=self._shard_context)
+            if self._sampler.mask_interval > 1 and not all_finite(g, self._shard_context):
+                self._sampler.forget(self.operator)
+        elif not self._guard.check(hidden + combined):
+            raise_not_finite(hidden + combined, self.model, self._shard_context)
 
     def restore(self) -> None:
-        """Puts w back where a compressed pass was interrupted before it could; `.grad` is g then.
+        """Puts w back after a compressed pass was interrupted; `.grad` is g then.
 
-        Does nothing when no pass is under way. `step`, `compressed` and `state_dict` begin with it,
-        so only who looks at the model itself after an interrupt has to call it.
+        Does nothing when no pass is under way. `step`, `compressed` and `state_dict` call it first,
+        so call it only to use the model itself after an interrupt.
         """
-        g = self._now.g
+        g = self._step_state.g
         if g is None:
             return
         self._shard_context.recover()
         self._undo.unwind()
         self._abandon(g)
-        self._now.g = None
+        self._step_state.g = None
+
+    def _abandon(self, g: Gradients) -> None:
+        """Ends an interrupted step: `.grad` is g, and no mask that the step computed is kept."""
+        self._step_state.passes = []
+        self._guard.forget_pending()
+        self._sampler.forget(self.operator)
+        self.zero_grad()
+        gradients.put_gradients(g)
+
+    def _require_outside(self) -> None:
+        """Puts w back after an interrupt; raises RuntimeError inside a `with` block at w~."""
+        if self._step_state.g is None:
+            return
+        interrupted = self._undo.unwinding
+        self.restore()
+        if not interrupted:
+            raise RuntimeError("the weights were at the compressed point: leave compressed() first")
+
+    def _require_ready(self) -> None:
+        """Raises RuntimeError unless `.grad` holds g~ or a step would change nothing."""
+        if self._step_state.passes:
+            passes = len(self.rule.passes)
+            raise RuntimeError(
+                f"{self.rule.name} needs compressed() {passes} times before a step, got "
+                f"{passes - len(self._step_state.passes)}"
+            )
+        if self._step_state.ready or self.allow_plain_steps:
+            return
+        moves = any(group.get("lr", 1) != 0 for group in self.param_groups)
+        if moves and gradients.gradients_of(self._parameters()):
+            raise RuntimeError(PLAIN_STEP.format(base=type(self.base).__name__))
+
+    def _require_gradients(self, g: Gradients) -> None:
+        """Raises RuntimeError unless the `with` block has computed gradients at w~."""
+        if self._step_state.g is not g:
+            raise RuntimeError("the weights were put back to w inside compressed(), which ends it")
+        if not self._step_state.plan.plain and all(p.grad is None for p in self._parameters()):
+            raise RuntimeError("there is no gradient at the compressed point: run backward inside")
 
     def compress(self, operator: Operator | str) -> nn.Module:
-        """Returns a copy of the model in which the weights that were trained for it are compressed.
+        """Returns a copy of the model with the weights compressed that were trained for it.
 
-        The same as `compress(model, operator, weights=optimizer.weights)`; of a model in DDP or a
-        compiled one, the copy is of the module inside.
+        The same as `compress(model, operator, weights=optimizer.weights)`. If the model is wrapped
+        by DDP or compiled, the copy is of the module inside.
 
         Args:
             operator: Operator, or its text, such as "global:0.9".
@@ -224,143 +343,35 @@ class CrAM(Wrapper):
 
     @property
     def operators(self) -> tuple[Operator, ...]:
-        """What steps draw from."""
+        """Operators that steps draw from."""
         return self._sampler.operators
 
     @property
     def operator(self) -> Operator | None:
-        """The operator drawn last; None after a plain step and for SAM."""
-        return self._now.plan.operator
-
-    def _next_pass(self) -> Pass | None:
-        """Returns the pass that comes next; a step begins with drawing what it is to be."""
-        if not self._now.passes:
-            self._now.plan = self._sampler.draw(self.base_step_probability)
-            self._now.passes = [None if self._now.plan.plain else one for one in self.rule.passes]
-        return self._now.passes[0]
-
-    def _moved_by(self, one: Pass | None) -> list[Tensor]:
-        ascending = self._parameters() if one is not None and one.ascend else []
-        compressed = self.weights.values() if one is not None and one.compress else ()
-        return list({id(p): p for p in (*ascending, *compressed)}.values())
-
-    def _ascend_(self, g: list[Gradients], scaler: GradScaler | None) -> None:
-        """Moves w to w + rho g, or to w + rho g/|g|; a loss scale in g does not count."""
-        found = [pair for group in g for pair in group]
-        unit: float | Tensor = 1.0
-        if self.normalize:
-            unit = gradients.one_over(self._shard_context.norm(found))
-        elif scaler is not None and scaler.is_enabled():
-            unit = 1 / scaler.scale(torch.ones((), device=found[0][1].device))
-        if self.max_ascent_norm is not None:
-            unit = unit * gradients.clipping(
-                self._shard_context.norm(found) * unit, self.max_ascent_norm
-            )
-        for group, pairs in zip(self.param_groups, g, strict=True):
-            w = self._shard_context.here([parameter for parameter, _ in pairs])
-            along = self._shard_context.here([gradient for _, gradient in pairs])
-            gradients.add_scaled_(w, along, self._rho_of(group) * unit)
-
-    def _choose(self, weights: Weights | None) -> LayerWeights:
-        """Returns what to compress, by default all that can be."""
-        return weights_in(self.model, weights)
-
-    def _compress_(self) -> Masks | None:
-        """Compresses the weights by what this step has drawn."""
-        here = local_weights(self.weights)
-        return self._sampler.compress_(self._now.plan, here, at=len(self._now.passes))
-
-    def _combine(self, one: Pass | None, g: Gradients, masks: Masks | None) -> None:
-        """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
-        if one is None:
-            self.zero_grad()
-            gradients.put_gradients(g)
-            return
-        if one.mask and self.sparse_gradients and masks is not None:
-            mask_gradients_(self.weights, masks)
-        if one.plus:
-            gradients.add_gradients(g, self._shard_context)
-
-    def _check_finite(self, one: Pass | None, g: Gradients, scaler: GradScaler | None) -> None:
-        """Refuses gradients that are not finite, or leaves it to the scaler, which sees `.grad`."""
-        self._guard.forget_pending()
-        scaled = scaler is not None and scaler.is_enabled()
-        if not scaled and not self.check_finite:
-            return
-        left = gradients.gradients_of(self._parameters())
-        hidden = [] if one is None or one.plus else g  # where g~ does not hold g
-        if scaled:
-            carry_overflow(hidden, into=left, shard_context=self._shard_context)
-            if self._sampler.mask_interval > 1 and not all_finite(g, self._shard_context):
-                self._sampler.forget(self.operator)
-        elif not self._guard.check(hidden + left):
-            raise_not_finite(hidden + left, self.model, self._shard_context)
-
-    def _abandon(self, found: Gradients) -> None:
-        """Ends a step half-way: no pass is left, no mask of it is kept."""
-        self._now.passes = []
-        self._guard.forget_pending()
-        self._sampler.forget(self.operator)
-        self.zero_grad()
-        gradients.put_gradients(found)
-
-    def _forget_copies(self) -> None:
-        """Drops what autocast and FSDP have made of the weights."""
-        torch.clear_autocast_cache()
-        self._shard_context.reshard()
-
-    def _prepare_layers(self, one: Pass | None, masks: Masks | None) -> None:  # noqa: ARG002
-        """Readies the layers for passes at w~: no running statistics change there."""
-        statistics = FrozenStatistics(self.model)
-        self._undo.push(statistics.restore)
-        statistics.freeze()
-
-    def _require_ready(self) -> None:
-        """Raises RuntimeError unless `.grad` holds g~, or holds nothing that a step would use."""
-        if self._now.passes:
-            passes = len(self.rule.passes)
-            raise RuntimeError(
-                f"{self.rule.name} enters compressed() {passes} times before a step; "
-                f"{passes - len(self._now.passes)} so far"
-            )
-        if self._now.ready or self.allow_plain_steps:
-            return
-        moves = any(group.get("lr", 1) != 0 for group in self.param_groups)
-        if moves and gradients.gradients_of(self._parameters()):
-            raise RuntimeError(PLAIN_STEP.format(base=type(self.base).__name__))
-
-    def _require_outside(self) -> None:
-        """Puts w back if it is not there; raises RuntimeError if a `with` block is still at w~."""
-        if self._now.g is None:
-            return
-        interrupted = self._undo.unwinding
-        self.restore()
-        if not interrupted:
-            raise RuntimeError("the weights were at the compressed point: leave compressed() first")
-
-    def _require_gradients(self, one: Pass | None, g: Gradients) -> None:
-        if self._now.g is not g:
-            raise RuntimeError("the weights were put back to w inside compressed(), which ends it")
-        if one is not None and all(p.grad is None for p in self._parameters()):
-            raise RuntimeError("there is no gradient at the compressed point: run backward inside")
+        """Operator that was drawn last; None after a plain step and for SAM."""
+        return self._step_state.plan.operator
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, g~ included: see `torch.optim.Optimizer.zero_grad`."""
-        self._now.ready = False
+        self._step_state.ready = False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer.
 
         Raises:
-            ValueError: if a parameter is not one of the model, or its "rho" is not allowed.
+            ValueError: If a parameter is not part of the model, or "rho" is negative or not finite.
         """
         if any(param_group is group for group in self.param_groups):
-            return  # Optimizer.__init__ adds the groups of the base optimizer, which has them
+            return  # Optimizer.__init__ adds groups that the base optimizer has already
         if isinstance(param_group.get("params"), Iterator):
             param_group["params"] = list(param_group["params"])
         check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
         super().add_param_group(param_group)
+
+    def _select_weights(self, weights: Weights | None) -> LayerWeights:
+        """Returns the weights to compress, by default all that can be compressed."""
+        return weights_in(self.model, weights)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -371,9 +382,9 @@ class CrAM(Wrapper):
     def _weight_names(self) -> list[str]:
         return [plain_name(self.model, name) for name in self.weights]
 
-    def _randomness(self) -> Randomness | None:
+    def _rng_state(self) -> RngState | None:
         devices = (parameter.device for parameter in self._parameters())
-        return Randomness(devices) if self.replay_randomness else None
+        return RngState(devices) if self.replay_randomness else None
 
     def _extra_state(self) -> dict[str, Any]:
         self.restore()
@@ -381,17 +392,17 @@ class CrAM(Wrapper):
 
     def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
         self._require_outside()
-        names, here = self._weight_names(), local_weights(self.weights)
-        load = self._sampler.read_state(state["cram"], here) if "cram" in state else None
+        names, local = self._weight_names(), local_weights(self.weights)
+        load = self._sampler.read_state(state["cram"], local) if "cram" in state else None
 
-        def continue_from_state() -> None:
+        def load_extra_state() -> None:
             if load is not None:
                 load()
                 warn_of_other_weights(state["cram"].get("weights", names), names)
-            self._now.passes, self._now.ready = [], False
+            self._step_state.passes, self._step_state.ready = [], False
             self._guard.reset()
 
-        return continue_from_state
+        return load_extra_state
 
     def __getstate__(self) -> dict[str, Any]:
         self._require_outside()
@@ -399,7 +410,7 @@ class CrAM(Wrapper):
         scratch = {
             "_backup": Backup(self._shard_context),
             "_undo": UndoStack(),
-            "_now": StepState(self._now.plan),
+            "_step_state": StepState(self._step_state.plan),
         }
         return {**super().__getstate__(), **scratch, "_guard": guard}
 

@@ -1,32 +1,41 @@
-"""Gradients taken out of `.grad`, combined, and put back.
+"""Gradients: taken out of `.grad`, combined, checked for NaN and infinity, and put back.
 
-They travel as lists of (parameter, gradient): a step handles hundreds of them, and looking tensors
-up in dictionaries would cost more than the arithmetic.
+They are lists of (parameter, gradient) rather than dictionaries: a step handles hundreds of them,
+and looking tensors up would cost more than the arithmetic.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from torchcram.messages import list_names
+from torchcram.sharding import norm
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
-    from torchcram.optim.shard_context import ShardContext
+    from torchcram.sharding import ShardContext
 
 Gradients = list[tuple["Tensor", "Tensor"]]
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> Gradients:
-    """Returns the gradients that are there."""
+    """Returns the gradients of those parameters that have one."""
     return [(p, grad) for p in parameters if (grad := p.grad) is not None]
 
 
 def take_gradients(groups: Iterable[dict[str, Any]]) -> list[Gradients]:
-    """Takes the gradients of every parameter group out of `.grad`, which is None afterwards."""
+    """Takes the gradients of every parameter group out of `.grad`, which is None afterwards.
+
+    Raises:
+        RuntimeError: If no parameter has a gradient.
+        ValueError: If a gradient is a sparse tensor.
+    """
     taken = [gradients_of(group["params"]) for group in groups]
     if not any(taken):
         raise RuntimeError("there is no gradient at w: run backward before the compressed pass")
@@ -35,7 +44,7 @@ def take_gradients(groups: Iterable[dict[str, Any]]) -> list[Gradients]:
             if gradient.is_sparse:
                 shape = tuple(parameter.shape)
                 raise ValueError(f"the gradient of a parameter of shape {shape} is a sparse tensor")
-    # copies of views into a buffer that the next backward writes to, as DDP has them
+    # views, as DDP makes them, are copied: the next backward writes to their buffer
     taken = [[(p, g.clone() if g._is_view() else g) for p, g in group] for group in taken]
     for group in taken:
         for parameter, _ in group:
@@ -50,7 +59,11 @@ def put_gradients(gradients: Gradients) -> None:
 
 
 def add_gradients(gradients: Gradients, shard_context: ShardContext) -> None:
-    """Adds gradients to what `.grad` holds."""
+    """Adds gradients to those in `.grad`.
+
+    Raises:
+        RuntimeError: If both share memory, so that the second has overwritten the first.
+    """
     ours, theirs = [], []
     for parameter, gradient in gradients:
         second = parameter.grad
@@ -59,21 +72,21 @@ def add_gradients(gradients: Gradients, shard_context: ShardContext) -> None:
         else:
             ours.append(second)
             theirs.append(gradient)
-    ours, theirs = shard_context.here(ours), shard_context.here(theirs)
+    ours, theirs = shard_context.local(ours), shard_context.local(theirs)
     pointers = [gradient.data_ptr() for gradient in theirs]
     for second, pointer in zip(ours, pointers, strict=True):
         if second.data_ptr() == pointer and pointer:
             shape = tuple(second.shape)
             raise RuntimeError(
                 f"the second gradient of a parameter of shape {shape} was written over the first: "
-                "let backward allocate it (zero_grad) instead of using a buffer again"
+                "let backward allocate it (zero_grad) instead of reusing a buffer"
             )
     add_scaled_(ours, theirs, 1.0)
 
 
 @torch.no_grad()
 def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tensor) -> None:
-    """Adds scale * others to `tensors`; a `scale` that is a tensor stays on its device."""
+    """Adds scale * others to `tensors`; no device waits for the value of a tensor `scale`."""
     if not tensors:
         return
     if isinstance(scale, float):
@@ -88,24 +101,175 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
         torch._foreach_add_(ours, torch._foreach_mul(theirs, scale.to(device)))
 
 
-def norm(tensors: list[Tensor], order: float) -> Tensor:
-    """Returns the norm of all `tensors` together, on the device of the first."""
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    if not tensors:
-        return torch.zeros(())
-    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
-    each = list(torch._foreach_norm(tensors, order, dtype=torch.float32 if half else None))
-    if len({one.device for one in each}) > 1:
-        each = [one.to(each[0].device) for one in each]
-    together: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
-    return together
-
-
 def one_over(length: Tensor) -> Tensor:
-    """Returns 1 / length, and 0 for a gradient of length 0."""
+    """Returns 1 / length, or 0 if the length is 0."""
     return torch.where(length == 0, 0, 1 / length)
 
 
-def clipping(length: Tensor, most: float) -> Tensor:
-    """Returns what `clip_grad_norm_` multiplies a gradient by that is longer than `most`."""
-    return (most / (length + 1e-6)).clamp(max=1)
+def clipping(length: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor by which `clip_grad_norm_` multiplies a gradient of this length."""
+    return (max_norm / (length + 1e-6)).clamp(max=1)
+
+
+def all_finite(gradients: Gradients, shard_context: ShardContext) -> bool:
+    """Returns whether all gradients are free of NaN and infinity; waits for the device."""
+    return not bool(_by_norm(gradients, shard_context))
+
+
+def carry_overflow(g: Gradients, *, into: Gradients, shard_context: ShardContext) -> None:
+    """Writes NaN into `into` if `g` is not finite, so that a GradScaler notices it there."""
+    if not g:
+        return
+    bad = _by_norm(g, shard_context)
+    for gradient in shard_context.local([gradient for _, gradient in into]):
+        if gradient.numel():
+            gradient.add_(torch.where(bad.to(gradient.device), torch.nan, 0.0))
+            return
+
+
+def raise_not_finite(
+    gradients: Gradients, model: nn.Module, shard_context: ShardContext
+) -> NoReturn:
+    """Raises FloatingPointError that names the gradients with NaN or infinity on any rank."""
+    local = shard_context.local([gradient for _, gradient in gradients])
+    finite = [bool(torch.isfinite(gradient).all()) for gradient in local]
+    bad = {id(p) for (p, _), good in zip(gradients, finite, strict=True) if not good}
+    named = dict(model.named_parameters())
+    flags = shard_context.any_of(torch.tensor([id(p) in bad for p in named.values()]))
+    names = list_names(name for name, flag in zip(named, flags, strict=True) if flag)
+    raise FloatingPointError(f"NaN or infinite gradient, no step taken; in: {names}")
+
+
+def _by_norm(gradients: Gradients, shard_context: ShardContext) -> Tensor:
+    """Returns whether a gradient holds NaN or infinity on any rank."""
+    length = norm(shard_context.local([gradient for _, gradient in gradients]), torch.inf)
+    return shard_context.any_of(torch.isfinite(length).logical_not())
+
+
+def _any_not_finite(gradients: Gradients, shard_context: ShardContext) -> Tensor:
+    """Returns 1.0 if a gradient holds NaN or infinity on any rank, otherwise 0.0.
+
+    The function of torch called here is the one that GradScaler uses. It also multiplies, here by
+    1; unlike norms, it takes next to no time on the host.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in shard_context.local([gradient for _, gradient in gradients]):
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    flags = []
+    for (device, _), group in alike.items():
+        bad = torch.zeros((), device=device)
+        scale = torch.ones((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, bad, scale)
+        flags.append(bad)
+    first, *others = flags
+    for bad in others:
+        first = torch.maximum(first, bad.to(first.device))
+    return shard_context.any_of(first)
+
+
+class NonFiniteGuard:
+    """Steps a base optimizer only if the gradients are finite.
+
+    Usually the host has to wait for the device to find out. The fused optimizers of torch can skip
+    a step on the device, as GradScaler makes them do: then the host goes on, and raises the error
+    one step later.
+
+    Args:
+        base: Base optimizer.
+        shard_context: Sharding of the parameters.
+        forget: Function that drops all masks, called after a skipped step because non-finite
+            gradients may have led to them.
+    """
+
+    def __init__(
+        self, base: Optimizer, shard_context: ShardContext, forget: Callable[[], None]
+    ) -> None:
+        self._base = base
+        self._shard_context = shard_context
+        self._forget = forget
+        self._bad: Tensor | None = None  # 1.0 if the gradients for the next step are not finite
+        self._earlier: tuple[Tensor, torch.cuda.Event] | None = (
+            None  # the flag of the previous step
+        )
+        self._skipped: Tensor | None = None  # number of skipped steps in CUDA graphs
+
+    def reset(self) -> None:
+        """Forgets all gradients seen so far."""
+        self._bad = self._earlier = None
+
+    def count_on_device(self, device: torch.device) -> None:
+        """Prepares for steps in CUDA graphs, whose skipped steps are counted on the device.
+
+        Raises:
+            ValueError: If the base optimizer cannot skip steps on the device.
+        """
+        if not getattr(self._base, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"a step of this {type(self._base).__name__} cannot be captured with "
+                "check_finite=True, for which the host would have to wait: use a fused optimizer"
+            )
+        self.reset()
+        if self._skipped is None:  # graphs captured earlier add to the same count
+            self._skipped = torch.zeros((), device=device)
+
+    def raise_if_skipped(self) -> None:
+        """Waits for the device; raises FloatingPointError if a captured step was skipped."""
+        if self._skipped is not None and (count := int(self._skipped)):
+            self._skipped.zero_()
+            raise FloatingPointError(f"NaN or infinite gradient: {count} step(s) not taken")
+
+    def forget_pending(self) -> None:
+        """Forgets the gradients that were checked for the next step."""
+        self._bad = None
+
+    def check(self, gradients: Gradients) -> bool:
+        """Returns False if `gradients` are not finite; with a fused optimizer, `step` finds out."""
+        skips = getattr(self._base, "_step_supports_amp_scaling", False)
+        if not (skips and all(gradient.is_cuda for _, gradient in gradients)):
+            return all_finite(gradients, self._shard_context)
+        self._bad = _any_not_finite(gradients, self._shard_context)
+        return True
+
+    def step(self) -> None:
+        """Takes a step of the base optimizer, unless the checked gradients are not finite.
+
+        Raises:
+            FloatingPointError: If the previous step was skipped.
+        """
+        bad, self._bad = self._bad, None
+        self._report()
+        if bad is None:
+            self._base.step()
+            return
+        self._base.grad_scale = None  # type: ignore[attr-defined]
+        self._base.found_inf = bad  # type: ignore[attr-defined]
+        try:
+            self._base.step()
+        finally:
+            del self._base.grad_scale, self._base.found_inf  # type: ignore[attr-defined]
+        if torch.cuda.is_current_stream_capturing():
+            self._count(bad)
+            return
+        on_host = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(bad.device))
+        self._earlier = (on_host, done)
+
+    def _count(self, bad: Tensor) -> None:
+        """Counts a skipped step of a CUDA graph on the device."""
+        if self._skipped is None:
+            raise RuntimeError(
+                "a step that is captured by hand cannot be checked: capture it with "
+                "torchcram.optim.graphs.GraphedStep, or set check_finite=False"
+            )
+        self._skipped.add_(bad)
+
+    def _report(self) -> None:
+        """Raises FloatingPointError if the previous step was skipped on the device."""
+        if self._earlier is None:
+            return
+        (bad, done), self._earlier = self._earlier, None
+        done.synchronize()
+        if bad:
+            self._forget()
+            raise FloatingPointError("NaN or infinite gradient: the step before this was not taken")

@@ -1,6 +1,6 @@
-"""Whole training steps as CUDA graphs: the host starts them, and is in no one's way.
+"""Whole training steps as CUDA graphs.
 
-Small nets leave a GPU waiting for the host, the more so with two passes a step. A captured step
+With small models the GPU waits for the host, all the more with two passes per step. A captured step
 runs from beginning to end on the device.
 """
 
@@ -17,31 +17,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcram.layers import local_weights
 from torchcram.optim.cram import CrAM
 from torchcram.optim.sampler import StepPlan
+from torchcram.optim.step_state import RngState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-WARM_UP = 2  # steps of each kind before its capture, for what is set up or tuned at first use
+WARM_UP = 2  # steps with each plan before its capture: the first uses set up and tune kernels
 
 
 class GraphedStep:
     """Takes training steps by replaying CUDA graphs, one for each operator that may be drawn.
 
-    With `CrAM`, operators are drawn on the host as ever, so that `state_dict` and the masks of
-    `mask_interval` are those of a training without graphs. The learning rate of every group becomes
-    a tensor: fill it in place, or let a scheduler of torch do so.
+    With `CrAM`, operators are still drawn on the host, so that `state_dict` and the masks of
+    `mask_interval` are the same as in training without graphs. The learning rate of every group
+    becomes a tensor: fill it in place, or let a scheduler of torch do so.
 
     Args:
-        model: whose parameters and buffers `body` changes.
-        optimizer: `CrAM` or plain, with a fused base optimizer on CUDA.
-        body: one whole step, `optimizer.step(closure)` and whatever goes with it. It finds its
-            batch in tensors that stay where they are, and does not wait for the device. What it
-            changes beside the model and the optimizer is changed by a few steps more, those that
-            warm up.
+        model: Model whose parameters and buffers `body` changes.
+        optimizer: `CrAM`, or a plain optimizer; the base optimizer must be fused and on CUDA.
+        body: Function that takes one whole step: `optimizer.step(closure)` and whatever goes with
+            it. It reads its batch from tensors that keep their memory, and does not wait for the
+            device. Warm-up calls it a few times more; what it changes beside the model and the
+            optimizer keeps the changes of these calls.
 
     Raises:
-        ValueError: if an operator is a range, which is another one at every step.
+        ValueError: If an operator is a range, whose sparsity changes from step to step, or the
+            model is wrapped by DDP or sharded.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, body: Callable[[], object]) -> None:
@@ -60,22 +62,22 @@ class GraphedStep:
         plans = [StepPlan()] if cram is None else cram._sampler.possible(cram.base_step_probability)
         self._warm_up(model, plans)
         if cram is not None:
-            cram._guard.reset()  # pinned memory of the last step: none is to be freed in a capture
+            cram._guard.reset()  # frees pinned memory now rather than during a capture
         pool = torch.cuda.graph_pool_handle()
         self._graphs = {plan: self._capture(plan, pool) for plan in plans}
         torch.cuda.synchronize(self._device)
 
     def __call__(self) -> None:
-        """Takes one step; does not wait for the device."""
+        """Takes one step, without waiting for the device."""
         cram = self._cram
         plan = StepPlan() if cram is None else cram._sampler.draw(cram.base_step_probability)
         self._graphs[plan].replay()
 
     def check(self) -> None:
-        """Waits for the device.
+        """Waits for the device and checks the steps since the last call.
 
         Raises:
-            FloatingPointError: if a step since the last call met a gradient that is not finite.
+            FloatingPointError: If a gradient in one of them was NaN or infinite.
         """
         if self._cram is not None:
             self._cram._guard.raise_if_skipped()
@@ -93,7 +95,7 @@ class GraphedStep:
 
     def _capture(self, plan: StepPlan, pool: Any) -> torch.cuda.CUDAGraph:  # noqa: ANN401
         graph = torch.cuda.CUDAGraph()
-        # relaxed: the tables of the kernels are made on another stream meanwhile
+        # relaxed: meanwhile another stream copies the tables that kernels read
         with (
             _without_gc(),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
@@ -105,13 +107,13 @@ class GraphedStep:
         if self._cram is None:
             self._body()
             return
-        with self._cram._sampler.arrange(plan):
+        with self._cram._sampler.force(plan):
             self._body()
 
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Keeps the garbage collector from freeing pinned memory while a graph is captured."""
+    """Disables the garbage collector, which could free pinned memory during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,26 +124,27 @@ def _without_gc() -> Iterator[None]:
 
 
 def _prepare(cram: CrAM, device: torch.device) -> None:
+    """Raises ValueError if steps of `cram` cannot be captured; counts skipped steps on `device`."""
     if cram._shard_context.sharded or isinstance(cram.model, DistributedDataParallel):
         raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
     for operator in cram._sampler.operators:
         if operator.is_range:
-            raise ValueError(f"{operator} is another operator at every step: not to be captured")
+            raise ValueError(f"{operator} is another operator at every step and cannot be captured")
     if cram.check_finite:
         cram._guard.count_on_device(device)
 
 
 @contextmanager
 def _unchanged(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Puts model, optimizer and random numbers back in place after the block.
+    """Restores model, optimizer and random generators after a `with` block.
 
-    State that the optimizer has made meanwhile stays, at zero, which is where it begins.
+    State that the optimizer creates inside the block stays, filled with zeros, its initial value.
     """
     held = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in held]
     states = {id(tensor): tensor.clone() for tensor in _state_tensors(optimizer)}
     sampled = optimizer._sampler.state_dict() if isinstance(optimizer, CrAM) else None
-    random = torch.cuda.get_rng_state(device), torch.get_rng_state()
+    rng_state = RngState([device])
     try:
         yield
     finally:
@@ -156,8 +159,7 @@ def _unchanged(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
         if isinstance(optimizer, CrAM) and sampled is not None:
             optimizer._sampler.rewind(sampled, local_weights(optimizer.weights))
         optimizer.zero_grad()
-        torch.cuda.set_rng_state(random[0], device)
-        torch.set_rng_state(random[1])
+        rng_state.restore()
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:

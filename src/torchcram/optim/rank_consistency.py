@@ -13,19 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.optim.cram import CrAM
 
-Given = dict[str, list[str]]
-"""What an optimizer was given: by topic, a line each."""
+Settings = dict[str, list[str]]
+"""Settings of an optimizer: lines of text by topic."""
 
 _Value = TypeVar("_Value")
+Wrapped = Any  # a `CrAM`, whose module imports this one
 
 
-def require_alike(optimizer: CrAM) -> None:
-    """Compares what was given on all processes of a DDP or FSDP model; does nothing for others.
+def require_alike(optimizer: Wrapped) -> None:
+    """Compares the settings on all ranks of a DDP or FSDP model; does nothing for other models.
 
     Raises:
-        ValueError: on every process, with what differs and where.
+        ValueError: If settings differ, on every rank, naming the differences.
     """
     groups = [peers.group for peers in optimizer._shard_context.everyone] or _ddp_groups(
         optimizer.model
@@ -34,21 +34,22 @@ def require_alike(optimizer: CrAM) -> None:
         _compare(optimizer, groups)
 
 
-def require_alike_everywhere(optimizer: CrAM) -> None:
-    """Compares what was given on all processes there are: for loops that wrap the model later.
+def require_alike_everywhere(optimizer: Wrapped) -> None:
+    """Compares the settings on all ranks, for loops that wrap the model later.
 
     Raises:
-        ValueError: on every process, with what differs and where.
+        ValueError: If settings differ, on every rank, naming the differences.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _compare(optimizer, [dist.group.WORLD])
 
 
-def _compare(optimizer: CrAM, groups: list[Any]) -> None:
-    given = _given(optimizer)
-    digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()
-    if len(set(_on_all(digest, groups).values())) > 1:
-        raise ValueError(f"processes were given different {_differences(_on_all(given, groups))}")
+def _compare(optimizer: Wrapped, groups: list[Any]) -> None:
+    settings = _settings(optimizer)
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    if len(set(_all_gather(digest, groups).values())) > 1:
+        differences = _differences(_all_gather(settings, groups))
+        raise ValueError(f"processes were given different {differences}")
 
 
 def _ddp_groups(model: nn.Module) -> list[Any]:
@@ -59,17 +60,17 @@ def _ddp_groups(model: nn.Module) -> list[Any]:
     return [group] if dist.get_world_size(group) > 1 else []
 
 
-def _on_all(value: _Value, groups: list[Any]) -> dict[int, _Value]:
-    """Returns the values of all processes by rank; groups are the dimensions of meshes, in turn."""
-    found = {dist.get_rank(): value}
+def _all_gather(value: _Value, groups: list[Any]) -> dict[int, _Value]:
+    """Returns the values of all ranks, gathered over one dimension of the mesh after another."""
+    by_rank = {dist.get_rank(): value}
     for group in groups:
-        told: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, found, group=group)
-        found = {rank: one for some in told for rank, one in some.items()}
-    return dict(sorted(found.items()))
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, by_rank, group=group)
+        by_rank = {rank: value for values in gathered for rank, value in values.items()}
+    return dict(sorted(by_rank.items()))
 
 
-def _given(optimizer: CrAM) -> Given:
+def _settings(optimizer: Wrapped) -> Settings:
     names = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
     sampler = optimizer._sampler
     groups = []
@@ -106,21 +107,20 @@ def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _differences(given: dict[int, Given]) -> str:
-    """Says of every topic where processes differ: the first line that does."""
-    told = []
-    for topic in next(iter(given.values())):
-        for lines in zip_longest(*(one[topic] for one in given.values()), fillvalue="none"):
+def _differences(by_rank: dict[int, Settings]) -> str:
+    """Returns the first line of every topic in which ranks differ, and the ranks that have it."""
+    differences = []
+    for topic in next(iter(by_rank.values())):
+        listed = (settings[topic] for settings in by_rank.values())
+        for lines in zip_longest(*listed, fillvalue="none"):
             if len(set(lines)) > 1:
-                ranks = {
-                    line: [rank for rank, other in zip(given, lines, strict=True) if other == line]
-                    for line in dict.fromkeys(lines)
-                }
-                told.append(
+                pairs = list(zip(by_rank, lines, strict=True))
+                ranks = {line: [rank for rank, own in pairs if own == line] for line in lines}
+                differences.append(
                     f"{topic}: " + ", ".join(f"{line} on {_ranks(r)}" for line, r in ranks.items())
                 )
                 break
-    return "; ".join(told)
+    return "; ".join(differences)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The update rules, as data.
+"""Update rules as data.
 
     rule        w~                                              g~
     SAM         w + rho g/|g|                                   grad L(w~)
@@ -22,10 +22,10 @@ class Pass:
     """One forward-backward pass at a perturbed point.
 
     Attributes:
-        ascend: step along the gradient: w + rho g rather than w.
-        compress: send the compressible weights through C.
-        mask: multiply the gradient found there by the mask M of C.
-        plus: add to it the gradient that was there before.
+        ascend: Whether to move along the gradient first: w + rho g rather than w.
+        compress: Whether to compress the compressible weights with C.
+        mask: Whether to multiply the gradient computed there by the mask M of C.
+        plus: Whether to add the gradient of the pass before.
     """
 
     ascend: bool = False
@@ -36,12 +36,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How g~ comes about.
+    """Rule by which g~ is computed.
 
     Attributes:
-        name: as in the paper.
-        passes: what follows the dense pass at w.
-        normalize: whether the ascent is along g/|g| unless the optimizer is told otherwise.
+        name: Name of the rule in the paper.
+        passes: Passes that follow the dense pass at w.
+        normalize: Whether the ascent is along g/|g|, unless the optimizer overrides it.
     """
 
     name: str
@@ -50,8 +50,8 @@ class UpdateRule:
 
     @property
     def compresses(self) -> bool:
-        """Whether the rule makes use of operators."""
-        return any(one.compress for one in self.passes)
+        """Whether the rule uses operators."""
+        return any(pass_.compress for pass_ in self.passes)
 
 
 _C_OF_W = Pass(compress=True, mask=True)

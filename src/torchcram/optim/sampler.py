@@ -1,4 +1,4 @@
-"""Sampling: the operator that a step uses, and whether its mask is computed anew."""
+"""Draws the operator of each step, and keeps masks between the steps that compute them anew."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StepPlan:
 
     Attributes:
         plain: Whether it is a plain step of the base optimizer.
-        operator: Operator that was drawn; None for none.
-        level: Operator at one level, where the operator drawn is a range; else the same.
-        anew: Whether to compute the masks anew rather than to use those of the last use again.
+        operator: Operator that was drawn, if any.
+        level: Operator at one sparsity if `operator` is a range, otherwise `operator` itself.
+        anew: Whether to compute the masks anew instead of reusing those of the last use.
     """
 
     plain: bool = False
@@ -37,28 +37,28 @@ class StepPlan:
 
 
 class OperatorSampler:
-    """Draws operators from a generator of its own, so alike on every process.
+    """Draws operators with a generator of its own, so that all ranks draw the same.
 
-    Every operator counts its own uses; at every `mask_interval`-th of them its mask is computed
-    anew, between them the last one is used again.
+    Every operator counts its own uses. Its mask is computed anew at every `mask_interval`-th use
+    and reused at the uses in between.
     """
 
     def __init__(self, operators: Sequence[Operator], mask_interval: int, seed: int) -> None:
         self.operators = tuple(operators)
         self.mask_interval = mask_interval
-        self._arranged: StepPlan | None = None  # what steps are, instead of what is drawn
+        self._forced: StepPlan | None = None  # plan of all steps, instead of drawing one
         self.seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._uses: Counter[Operator] = Counter()
         self._masks: dict[tuple[Operator, int], Masks] = {}  # by operator and pass of the rule
 
     def draw(self, plain_probability: float) -> StepPlan:
-        """Draws what the next step is to be, and counts the use of its operator.
+        """Draws the plan of the next step, and counts the use of its operator.
 
-        An operator is drawn uniformly, out of a range its level too; a plain step has none.
+        The operator is drawn uniformly, and so is the sparsity of a range. A plain step has none.
         """
-        if self._arranged is not None:
-            return self._arranged
+        if self._forced is not None:
+            return self._forced
         chance = torch.rand((), generator=self._generator) if plain_probability > 0 else 1
         if chance < plain_probability:
             return StepPlan(plain=True)
@@ -71,7 +71,7 @@ class OperatorSampler:
         return StepPlan(operator=operator, level=operator.draw(self._generator), anew=anew)
 
     def possible(self, plain_probability: float) -> list[StepPlan]:
-        """Returns all plans that `draw` may return, where no operator is a range."""
+        """Returns all plans that `draw` may return, provided that no operator is a range."""
         anew = (True,) if self.mask_interval == 1 else (True, False)
         plans = [
             StepPlan(operator=each, level=each, anew=a) for each in self.operators for a in anew
@@ -80,17 +80,23 @@ class OperatorSampler:
         return [*(plans or [StepPlan()]), *plain]
 
     @contextmanager
-    def arrange(self, plan: StepPlan) -> Iterator[None]:
-        """Makes all steps in a `with` block what `plan` says, and counts none of them."""
-        self._arranged = plan
+    def force(self, plan: StepPlan) -> Iterator[None]:
+        """Makes `draw` return `plan` inside a `with` block, without counting any use."""
+        self._forced = plan
         try:
             yield
         finally:
-            self._arranged = None
+            self._forced = None
 
     @torch.no_grad()
     def compress_(self, plan: StepPlan, weights: Weights, *, at: int) -> Masks | None:
-        """Replaces `weights` by C(weights) in pass `at`; returns the mask, new or kept."""
+        """Replaces `weights` by C(weights); returns the masks, computed anew or reused.
+
+        Args:
+            plan: Plan of the step.
+            weights: Weights to compress, in place.
+            at: Number of passes left in the step; every pass of a rule keeps masks of its own.
+        """
         if plan.operator is None or plan.level is None:
             return None
         kept = self._masks.get((plan.operator, at))
@@ -103,12 +109,12 @@ class OperatorSampler:
         if kept is None or kept.keys() != masks.keys():
             self._masks[plan.operator, at] = masks
             return masks
-        # kept where they are: a captured graph finds them there
+        # copied, so that they stay at the addresses that a captured graph reads
         torch._foreach_copy_(list(kept.values()), list(masks.values()))
         return kept
 
     def forget(self, operator: Operator | None) -> None:
-        """Drops the masks of an operator: its next use computes new ones."""
+        """Drops the masks of an operator, so that its next use computes new ones."""
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] != operator}
 
     def forget_all(self) -> None:
@@ -116,7 +122,7 @@ class OperatorSampler:
         self._masks = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that later draws and masks depend on."""
+        """Returns everything that later draws and masks depend on."""
         return {
             "generator": self._generator.get_state(),
             "uses": {str(operator): uses for operator, uses in self._uses.items()},
@@ -127,12 +133,12 @@ class OperatorSampler:
         }
 
     def read_state(self, state: object, weights: Weights) -> Callable[[], None]:
-        """Checks a state and returns what continues from it; nothing is changed before.
+        """Checks a state and returns a function that loads it; nothing changes before it is called.
 
-        What it says of operators that are not drawn here is left out.
+        Entries of operators that this sampler does not draw are ignored.
 
         Raises:
-            ValueError: if the state is not one that `state_dict` returns.
+            ValueError: If the state is not one that `state_dict` returns.
         """
         try:
             generator, uses, masks = _checked(state, weights)
@@ -152,49 +158,51 @@ class OperatorSampler:
         return load
 
     def load_state_dict(self, state: dict[str, Any], weights: Weights) -> None:
-        """Continues from `state`; see `read_state`."""
+        """Loads `state`; see `read_state`."""
         self.read_state(state, weights)()
 
     def rewind(self, state: dict[str, Any], weights: Weights) -> None:
-        """Goes back to an earlier `state`; masks that it does not have keep their memory.
+        """Goes back to an earlier `state`, but keeps the memory of masks that `state` lacks.
 
-        Graphs that are captured after one another may use the same memory for what they compute on
-        the way, so masks that outlive a graph are not to be allocated by one.
+        CUDA graphs that are captured one after another may share memory for intermediate results,
+        so masks that outlive a graph must not be allocated during its capture.
         """
-        since = self._masks
+        allocated = self._masks
         self.load_state_dict(state, weights)
-        self._masks = {**since, **self._masks}
+        self._masks = {**allocated, **self._masks}
 
 
 def _checked(
     state: Any,  # noqa: ANN401
     weights: Weights,
 ) -> tuple[Tensor, dict[str, int], list[tuple[str, int, dict[str, Tensor]]]]:
-    """Returns the parts of a state; raises any error if they are not what they should be."""
+    """Returns generator, uses and masks of a state; raises any kind of error if one is invalid."""
     if not isinstance(state, dict):
         raise TypeError(f"a dictionary is needed, not {type(state).__name__}")
     generator = state["generator"].cpu()
     torch.Generator().set_state(generator)
     uses = dict(state["uses"])
     if not all(isinstance(o, str) and type(n) is int and n >= 0 for o, n in uses.items()):
-        raise TypeError(f"uses={uses}")
-    names = state.get("weights", [])  # which states of version 0.1 do not have
+        raise TypeError(f"uses must be counts by operator, got {uses}")
+    names = state.get("weights", [])  # missing in states of version 0.1
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"weights={names!r}")
+        raise TypeError(f"weights must be a list of names, got {names!r}")
     masks = [(operator, at, dict(bits)) for operator, at, bits in state["masks"]]
     for operator, at, bits in masks:
         if not isinstance(operator, str) or type(at) is not int:
-            raise TypeError(f"masks of operator {operator!r} in pass {at!r}")
+            raise TypeError(f"masks need an operator and a pass, got {operator!r} and {at!r}")
         for name, packed in bits.items():
             if packed.dtype != torch.uint8:
-                raise TypeError(f"mask of {operator} for {name!r} in {packed.dtype}")
+                raise TypeError(
+                    f"mask of {operator} for {name!r} must be uint8, got {packed.dtype}"
+                )
             if name not in weights or packed.shape != (-(-weights[name].numel() // 8),):
-                raise ValueError(f"no weight here has the mask of {operator} for {name!r}")
+                raise ValueError(f"mask of {operator} for {name!r} fits no weight of the model")
     return generator, uses, masks
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Returns eight entries of a mask per byte."""
+    """Packs a mask into bytes, eight entries per byte."""
     flat = mask.detach().reshape(-1).to("cpu", torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""An optimizer around another one, whose groups and state are its own."""
+"""Base class of optimizers that wrap another optimizer and share its groups and state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch.optim import Optimizer
 
 
 class Wrapper(Optimizer):
-    """Shares groups, state and defaults with `base`, so that schedulers and checkpoints see one.
+    """Optimizer that shares parameter groups, state and defaults with `base`.
+
+    Schedulers and checkpoints therefore see a single optimizer.
 
     Args:
-        base: the optimizer inside.
+        base: Optimizer that is wrapped.
     """
 
     def __init__(self, base: Optimizer) -> None:
@@ -21,16 +23,16 @@ class Wrapper(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the base optimizer."""
+        """Parameter groups of the base optimizer."""
         return self.base.param_groups
 
     @param_groups.setter
     def param_groups(self, _: object) -> None:
-        pass  # Optimizer.__init__ makes a list of its own
+        pass  # Optimizer.__init__ assigns a list of its own
 
     @property
     def state(self) -> Any:  # noqa: ANN401
-        """The state of the base optimizer."""
+        """State of the base optimizer."""
         return self.base.state
 
     @state.setter
@@ -40,22 +42,23 @@ class Wrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer."""
         if any(param_group is group for group in self.param_groups):
-            return  # Optimizer.__init__ adds those of the base, which are there
+            return  # Optimizer.__init__ adds groups that the base optimizer has already
         self.base.add_param_group(param_group)
 
     def _extra_state(self) -> dict[str, Any]:
-        """Returns what the wrapper adds to the state of the base."""
+        """Returns the entries that the wrapper adds to the state of the base optimizer."""
         return {}
 
     def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:  # noqa: ARG002
-        """Checks what the wrapper has added to `state`, and returns what continues from it.
+        """Checks the entries of the wrapper in `state`; returns a function that loads them.
 
-        Nothing is changed before that is called; the state of a bare base optimizer has nothing.
+        Nothing changes before the function is called. The state of a base optimizer that was never
+        wrapped has no such entries.
         """
         return lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the base optimizer and what the wrapper adds to it."""
+        """Returns the state of the base optimizer and the entries that the wrapper adds."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = {**self.base.state_dict(), **self._extra_state()}
@@ -64,13 +67,13 @@ class Wrapper(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`; one of the bare base optimizer is welcome, too."""
+        """Loads `state_dict`, of this optimizer or of a base optimizer without the wrapper."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        continue_from_state = self._read_extra_state(state_dict)
-        ours = self._extra_state().keys()
-        self.base.load_state_dict({k: v for k, v in state_dict.items() if k not in ours})
-        continue_from_state()
+        load_extra_state = self._read_extra_state(state_dict)
+        extra = self._extra_state().keys()
+        self.base.load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
+        load_extra_state()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -1,9 +1,8 @@
-"""Operators that look at gradients or activations before they prune, one small file each."""
+"""Pruners: operators that look at gradients or activations first, one small file each."""
 
-from torchcram.pruners.base import BoundPruner, Pruner, bind, prune_
-from torchcram.pruners.calibration import Calibration
+from torchcram.pruners.base import BoundPruner, Calibration, Pruner, bind
 from torchcram.pruners.obs import Obs
-from torchcram.pruners.parse import parse_pruner, register_pruner
+from torchcram.pruners.parse import parse_pruner, prune_, register_pruner
 from torchcram.pruners.sparsegpt import SparseGPT
 from torchcram.pruners.wanda import Wanda
 

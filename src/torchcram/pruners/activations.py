@@ -1,4 +1,4 @@
-"""What flows into layers, as running sums: no activation outlives the pass it was made in."""
+"""Sums over the inputs of layers, collected batch by batch without storing activations."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
 from torchcram.layers import layout_of, reduction_last, some_of
-from torchcram.layouts import is_conv1d
 from torchcram.messages import list_names, warn_caller
+from torchcram.weights import is_conv1d
 
 if TYPE_CHECKING:
-    from torchcram.pruners.calibration import Calibration
+    from torchcram.pruners.base import Calibration
     from torchcram.weights import LayerWeights, Weights
 
 
 def square_sums(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
-    """Returns sum x_j^2 for every input j of every layer, as (groups, inputs of an output)."""
+    """Returns sum x_j^2 for every input j of every layer, as (groups, inputs per output)."""
     return _sums(calibration, weights, lambda x: x.square().sum(-1, dtype=torch.float64))
 
 
 def products(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
-    """Returns X X^T of every layer, as (groups, inputs of an output, inputs of an output)."""
+    """Returns X X^T of every layer, as (groups, inputs per output, inputs per output)."""
     return _sums(calibration, weights, lambda x: x @ x.mT)
 
 
@@ -35,30 +35,30 @@ def forward_order(calibration: Calibration, weights: Weights) -> list[str]:
 
 
 def as_matrices(weights: Weights, name: str, layer: nn.Module) -> Tensor:
-    """Returns a weight as (groups, outputs, inputs of an output), kernel positions outermost."""
+    """Returns a weight as (groups, outputs, inputs per output), kernel positions outermost."""
     rows = reduction_last(weights, name).flatten(2).squeeze(0)
     matrices: Tensor = rows.unflatten(0, (getattr(layer, "groups", 1), -1))
     return matrices
 
 
 def from_matrices(weights: Weights, name: str, matrices: Tensor) -> Tensor:
-    """Undoes `as_matrices`: returns something of the shape of the weight."""
-    found = torch.empty_like(weights[name], dtype=matrices.dtype)
-    view = reduction_last(weights, name, found)
+    """Returns matrices such as those of `as_matrices` in the shape of the weight."""
+    tensor = torch.empty_like(weights[name], dtype=matrices.dtype)
+    view = reduction_last(weights, name, tensor)
     view.copy_(matrices.reshape(view.shape))
-    return found
+    return tensor
 
 
-def split_by_sight(
+def split_by_visible_inputs(
     operator: str, model: nn.Module, weights: Weights
 ) -> tuple[LayerWeights, LayerWeights]:
-    """Returns the weights whose inputs can be seen, and the others, named in a warning.
+    """Returns the weights whose inputs can be observed, and the others, named in a warning.
 
-    What attention and recurrent layers of torch and fused experts multiply by their weights is
-    computed inside of them: no module is called with it.
+    Attention and recurrent layers of torch and fused experts compute the inputs of their weights
+    internally: no module is called with these inputs, so no hook receives them.
 
     Args:
-        operator: Text of the pruner, which prunes the others by magnitude.
+        operator: Text of the pruner, which prunes the other weights by magnitude.
         model: Model of the weights.
         weights: Weights to prune.
     """
@@ -91,7 +91,7 @@ def layers_of(model: nn.Module, weights: Weights) -> dict[str, list[nn.Module]]:
     """Returns the layers that use each weight: one, or several that share it.
 
     Raises:
-        ValueError: if their inputs cannot be told.
+        ValueError: If the inputs of a layer cannot be observed.
     """
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -115,14 +115,15 @@ def _is_visible(layer: nn.Module) -> bool:
 def _sums(
     calibration: Calibration, weights: Weights, summary: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
+    """Returns the sum of `summary` of the inputs of every layer over all batches."""
     sums: dict[str, Tensor] = {}
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
             inputs = (args[0] if args else next(iter(named.values()))).detach()
             with torch.autocast(inputs.device.type, enabled=False):
-                found = summary(_columns(layer, inputs))
-            sums[name] = sums[name].add_(found) if name in sums else found
+                addend = summary(_columns(layer, inputs))
+            sums[name] = sums[name].add_(addend) if name in sums else addend
 
         return hook
 
@@ -142,17 +143,18 @@ def _sums(
 
 
 def _check(weights: Iterable[str], sums: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for layers without inputs, and for inputs that are not finite."""
     if missed := [name for name in weights if name not in sums]:
         raise ValueError(
             f"no input reaches the layers of: {list_names(missed)}; leave them out by "
             "weights=compressible_weights(..., skip=)"
         )
-    if bad := [name for name, found in sums.items() if not bool(found.isfinite().all())]:
+    if bad := [name for name, total in sums.items() if not bool(total.isfinite().all())]:
         raise ValueError(f"inputs are not finite in the layers of: {list_names(bad)}")
 
 
 def _columns(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """The inputs that outputs are sums over: (groups, kernel positions x channels, samples)."""
+    """Returns inputs as the columns of X: (groups, kernel positions x channels, samples)."""
     inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
     if isinstance(layer, nn.Linear) or is_conv1d(layer):
         return inputs.reshape(-1, inputs.shape[-1]).T.unsqueeze(0)
@@ -166,7 +168,7 @@ def _columns(layer: nn.Module, inputs: Tensor) -> Tensor:
     if isinstance(layer, nn.Conv1d):
         inputs, sizes = inputs.unsqueeze(2), [(1, *size) for size in sizes]
     kernel, dilation, stride = sizes
-    patches = unfold(inputs, kernel, dilation=dilation, stride=stride)  # (batch, ..., places)
+    patches = unfold(inputs, kernel, dilation=dilation, stride=stride)  # (batch, ..., positions)
     split = patches.unflatten(1, (layer.groups, layer.in_channels // layer.groups, -1))
     columns: Tensor = split.permute(1, 3, 2, 0, 4).flatten(3).flatten(1, 2)
     return columns

@@ -1,40 +1,42 @@
-"""What a pruner is, and how it gets the data it looks at."""
+"""Pruner, the base class of operators that look at data, and Calibration, the data it looks at."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor, nn
+from torch.backends import cudnn
 
-from torchcram.compress import compress_
 from torchcram.messages import list_names
 from torchcram.operators import Chain, Operator, Sparsifier
 from torchcram.operators.chain import join
-from torchcram.pruners.calibration import Calibration, Loss
+from torchcram.passes import eval_mode, forward
 from torchcram.sharding import is_sharded
-from torchcram.weights import apply_masks_
+from torchcram.weights import Weights, apply_masks_
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from torchcram.weights import Masks, Weights
+    from torchcram.weights import Masks
 
 
 @dataclass(frozen=True)
 class Pruner(Operator):
-    """An operator that looks at data before it decides; `bind` gives it a model and batches.
+    """Operator that looks at data before it prunes; `bind` gives it a model and batches.
 
-    It is a value, as all operators are; text and value are inverse: "obs@uniform:0.7", and with
-    another number of recomputations "obs:r8@uniform:0.7".
+    Like all operators it is a value, and its text reads back as the same value: "obs@uniform:0.7",
+    or with another number of recomputations "obs:r8@uniform:0.7".
 
     Attributes:
-        kind: the name of the pruner.
-        letters: of its options, by which the text has them where they are not the default.
-        pattern: chooses what to keep, by the scores of the pruner in place of the magnitudes.
+        kind: Name of the pruner.
+        letters: Names of its options by the letters that stand for them in the text, which omits
+            options with their default value.
+        pattern: Sparsifier that selects by the scores of the pruner instead of by magnitude.
     """
 
     kind: ClassVar[str]
@@ -54,31 +56,31 @@ class Pruner(Operator):
 
     @abstractmethod
     def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
-        """Prunes `weights` of the model of `calibration` in place; returns what is kept."""
+        """Prunes `weights` of the model of `calibration` in place; returns the masks."""
 
     def compress_(self, weights: Weights) -> Masks:  # noqa: ARG002
-        """Refuses: there is no data yet."""
+        """Raises ValueError, because an unbound pruner has no data."""
         raise ValueError(
             f"{self} looks at data first: prune_(model, {str(self)!r}, batches), or compress_() "
             "with what bind() returns"
         )
 
     def __str__(self) -> str:
-        told = "".join(
+        options = "".join(
             f":{letter}{getattr(self, option)!r}".replace("+", "")  # 1e+20: "+" joins operators
             for letter, option in self.letters.items()
             if getattr(self, option) != getattr(type(self), option)
         )
-        return f"{self.kind}{told}@{self.pattern}"
+        return f"{self.kind}{options}@{self.pattern}"
 
 
 @dataclass(frozen=True, eq=False)
 class BoundPruner(Operator):
-    """A pruner with the data it looks at, ready for `compress_`; all or nothing.
+    """Pruner with the data it looks at, ready for `compress_`, which prunes all weights or none.
 
     Attributes:
-        pruner: the value.
-        calibration: the model, whose weights alone it can compress, and the batches.
+        pruner: Pruner without data.
+        calibration: Batches, and the model, whose weights are the only ones it can compress.
     """
 
     pruner: Pruner
@@ -86,7 +88,7 @@ class BoundPruner(Operator):
 
     @torch.no_grad()
     def compress_(self, weights: Weights) -> Masks:
-        """Looks at the data, then prunes; on an error the weights are what they were."""
+        """Looks at the data, then prunes; after an error the weights are unchanged."""
         self._check(weights)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
         device = next(iter(weights.values())).device.type if weights else "cpu"
@@ -101,10 +103,11 @@ class BoundPruner(Operator):
         return masks
 
     def recompress_(self, weights: Weights, masks: Masks) -> None:
-        """Zeroes what `masks` do not keep."""
+        """Zeroes the weights that `masks` do not keep."""
         apply_masks_(weights, masks)
 
     def _check(self, weights: Weights) -> None:
+        """Raises ValueError unless `weights` are whole, finite and part of the model."""
         here = {id(parameter) for parameter in self.calibration.model.parameters()}
         for name, weight in weights.items():
             if is_sharded(weight) or getattr(weights, "parts", {}).get(name) is not None:
@@ -126,11 +129,11 @@ def bind(
     """Gives every pruner in `operator` the data it looks at; other operators stay as they are.
 
     Args:
-        operator: a pruner, a chain with pruners in it, or any other.
-        model: what will be compressed.
-        batches: a list or a loader; what a batch is, only `loss` has to know.
-        loss: `loss(model, batch) -> Tensor`; needed by `Obs`. Without it a batch is the inputs, a
-            tuple that begins with them, or a mapping of keyword arguments.
+        operator: Pruner, chain that contains pruners, or any other operator.
+        model: Model that will be compressed.
+        batches: List or loader of batches of any kind that `loss` accepts.
+        loss: Function `loss(model, batch) -> Tensor`, needed by `Obs`. Without it a batch is the
+            inputs, a tuple that begins with them, or a mapping of keyword arguments.
     """
     if isinstance(operator, Chain):
         return join([bind(part, model, batches, loss=loss) for part in operator.parts])
@@ -139,39 +142,129 @@ def bind(
     return operator
 
 
-def prune_(
-    model: nn.Module,
-    operator: Operator | str,
-    batches: Iterable[Any],
-    *,
-    loss: Loss | None = None,
-    weights: Weights | None = None,
-) -> Masks | None:
-    """Compresses `model` in place by an operator that may look at data; returns the masks.
-
-    Args:
-        model: any module, in any mode; modes, gradients and running statistics stay as they are.
-        operator: a pruner, or any other operator, or text such as "obs@uniform:0.7+int8".
-        batches: as for `bind`.
-        loss: as for `bind`.
-        weights: what to compress; by default all `compressible_weights(model)`.
-    """
-    if isinstance(operator, str):
-        from torchcram.pruners.parse import parse_pruner
-
-        operator = parse_pruner(operator)
-    return compress_(model, bind(operator, model, batches, loss=loss), weights=weights)
-
-
 def require_damping(pruner: Pruner, damping: float) -> None:
-    """Raises ValueError where `damping` is no positive number."""
+    """Raises ValueError unless `damping` is a positive number."""
     if isinstance(damping, bool) or not 0 < damping < math.inf:
         raise ValueError(
-            f"{type(pruner).__name__}: damping is {damping!r}, allowed is what is above 0"
+            f"{type(pruner).__name__}: damping is {damping!r}, allowed are numbers above 0"
         )
 
 
 def _require_finite(pruner: Pruner, weights: Weights) -> None:
-    found = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
-    if found:
-        raise ValueError(f"{pruner}: not all weights are finite in: {list_names(found)}")
+    bad = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    if bad:
+        raise ValueError(f"{pruner}: not all weights are finite in: {list_names(bad)}")
+
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""Function that runs the model on one batch and returns the loss, a single number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Batches for a model, on which it runs in eval mode, so that nothing else changes.
+
+    Attributes:
+        model: Model that is pruned.
+        batches: List or loader of batches, not an iterator: it is read several times.
+        loss: Function `loss(model, batch)`, or None if no gradient is needed. Batches are then
+            inputs, or tuples that begin with the inputs, or mappings of keyword arguments, and are
+            moved to the device of the model.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, Iterator) or not isinstance(self.batches, Iterable):
+            raise ValueError(
+                f"batches is a {type(self.batches).__name__}, but is read several times: allowed "
+                "are lists, loaders and whatever else starts again at every iter()"
+            )
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Runs the model on all batches.
+
+        Raises:
+            ValueError: If there is no batch.
+        """
+        count = 0
+        torch.clear_autocast_cache()  # it may hold copies of earlier weights
+        with eval_mode(self.model):
+            for count, batch in enumerate(self.batches, 1):  # noqa: B007
+                if self.loss is None:
+                    forward(self.model, batch)
+                else:
+                    self.loss(self.model, batch)
+        if not count:
+            raise ValueError("pruning needs at least one batch to look at, and got none")
+
+    def differentiate(
+        self, weights: Weights, count: int, use: Callable[[dict[str, Tensor]], None]
+    ) -> None:
+        """Calls `use` with the gradients of `weights` on each of the first `count` batches.
+
+        The gradients of a batch omit weights that the batch does not use. `.grad` is not changed.
+
+        Raises:
+            ValueError: If there are fewer batches, or a weight gets no gradient on any of them.
+        """
+        if self.loss is None:
+            raise ValueError("gradients need a loss: loss(model, batch) -> Tensor, and got None")
+        done = 0
+        reached: set[str] = set()
+        torch.clear_autocast_cache()
+        with eval_mode(self.model), _requiring_gradients(weights), _differentiable(self.model):
+            for batch in islice(self.batches, count):
+                gradients = self._gradients(self.loss, weights, batch)
+                reached.update(gradients)
+                done += 1
+                use(gradients)
+        if done < count:
+            raise ValueError(
+                f"{count} gradients need as many batches, and there are {done}: give more batches "
+                "(smaller ones), or ask for fewer gradients"
+            )
+        if missed := [name for name in weights if name not in reached]:
+            raise ValueError(f"no gradient of any batch reaches: {list_names(missed)}")
+
+    def _gradients(self, loss: Loss, weights: Weights, batch: object) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            value = loss(self.model, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                raise ValueError("loss(model, batch) must return one number with a gradient")
+            values = list(weights.values())
+            gradients = torch.autograd.grad(value.sum(), values, allow_unused=True)
+        return {
+            name: gradient
+            for name, gradient in zip(weights, gradients, strict=True)
+            if gradient is not None
+        }
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Disables cuDNN if there are recurrent layers, which it cannot differentiate in eval mode."""
+    before = cudnn.enabled
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    try:
+        cudnn.enabled = False
+        yield
+    finally:
+        cudnn.enabled = before
+
+
+@contextmanager
+def _requiring_gradients(weights: Weights) -> Iterator[None]:
+    frozen = [weight for weight in weights.values() if not weight.requires_grad]
+    try:
+        for weight in frozen:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)

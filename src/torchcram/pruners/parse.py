@@ -1,18 +1,23 @@
-"""Pruners as text, for command lines and recipes."""
+"""Pruners as text, the registry of pruners of other packages, and pruning by either."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchcram.compress import compress_
 from torchcram.operators import Operator, Sparsifier
-from torchcram.operators.parse import closest, parse_joined, parse_part, split_pruner
-from torchcram.operators.registry import Registry
-from torchcram.pruners.base import Pruner
+from torchcram.operators.parse import Registry, closest, parse_joined, parse_part, split_pruner
+from torchcram.pruners.base import Loss, Pruner, bind
 from torchcram.pruners.obs import Obs
 from torchcram.pruners.sparsegpt import SparseGPT
 from torchcram.pruners.wanda import Wanda
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchcram.weights import Masks, Weights
 
 KINDS: dict[str, type[Pruner]] = {kind.kind: kind for kind in (Obs, Wanda, SparseGPT)}
 SYNTAX = f"{'@..., '.join(KINDS)}@..., with global:0.9, uniform:0.8, row:0.5 or nm:2:4 after the @"
@@ -25,27 +30,27 @@ _FLOAT = re.compile(r"(\d+\.?\d*|\.\d+)(e-?\d+)?")
 def register_pruner(name: str) -> Callable[[Kind], Kind]:
     """Decorates a pruner class so that texts such as "name@global:0.9" stand for its values.
 
-    The class is a frozen dataclass under `Pruner`. Its options are fields with a default, an int or
-    a float; `letters` names them in the text: with `letters = {"d": "damping"}` the text
-    "name:d0.1@global:0.9" sets `damping`. `kind` becomes `name`. A package that announces
-    `name = "package.module"` in the entry-point group "torchcram.pruners" is imported when the name
-    is first read.
+    The class is a frozen dataclass and a subclass of `Pruner`. Its options are fields with a
+    default, an int or a float; `letters` names them in the text: with `letters = {"d": "damping"}`
+    the text "name:d0.1@global:0.9" sets `damping`. The decorator sets `kind` to `name`. A package
+    that announces `name = "package.module"` in the entry-point group "torchcram.pruners" is
+    imported when the name is first read.
 
     Args:
         name: Text before the options and the "@": a letter, then letters, digits, "-" and "_".
 
     Raises:
-        ValueError: If the name is taken, by whom, or the class is not as above.
+        ValueError: If the name is taken, or the class is not as described.
     """
 
     def register(kind: Kind) -> Kind:
-        says = f"@register_pruner({name!r}): "
+        prefix = f"@register_pruner({name!r}): "
         if not isinstance(kind, type) or not issubclass(kind, Pruner):
-            raise ValueError(f"{says}{kind!r} is no subclass of Pruner")
+            raise ValueError(f"{prefix}{kind!r} is no subclass of Pruner")
         for letter, option in kind.letters.items():
             if len(letter) != 1 or type(getattr(kind, option, None)) not in (int, float):
                 raise ValueError(
-                    f"{says}letters has {letter!r} for {option!r}; allowed is one letter for a "
+                    f"{prefix}letters has {letter!r} for {option!r}; allowed is one letter for a "
                     "field whose default is an int or a float"
                 )
         PRUNERS.add(name, kind)
@@ -56,7 +61,7 @@ def register_pruner(name: str) -> Callable[[Kind], Kind]:
 
 
 def pruner_syntax() -> str:
-    """Returns what the text of a pruner may be, with the names that packages registered."""
+    """Returns the allowed texts of a pruner, with the names that packages registered."""
     names = PRUNERS.names()
     return SYNTAX + (f"; of other packages: {', '.join(names)}" if names else "")
 
@@ -65,10 +70,10 @@ def parse_pruner(text: str) -> Operator:
     """Reads an operator that may look at data, from its text; the inverse of `str(operator)`.
 
     Beside pruners, such as "obs@uniform:0.7" or with options "obs:r8:d1e-5@uniform:0.7", it reads
-    all that `parse_operator` does, joined by "+" too.
+    everything that `parse_operator` reads, also joined by "+".
 
     Raises:
-        ValueError: naming the text and what is allowed.
+        ValueError: If the text is not an operator, with the text and what is allowed.
     """
     return parse_joined(text, _parse_part)
 
@@ -99,10 +104,10 @@ def _parse_part(part: str, text: str) -> Operator:
         raise ValueError(f"operator {text!r}: {error}") from None
 
 
-def _options(kind: type[Pruner], given: list[str]) -> dict[str, Any]:
-    """Reads options such as "r8", a letter and a number."""
+def _options(kind: type[Pruner], texts: list[str]) -> dict[str, Any]:
+    """Reads options such as "r8": a letter and a number."""
     values: dict[str, Any] = {}
-    for text in given:
+    for text in texts:
         option = kind.letters.get(text[:1])
         read = float if isinstance(getattr(kind, option or "", None), float) else int
         number = (_FLOAT if read is float else _INTEGER).fullmatch(text[1:])
@@ -114,3 +119,25 @@ def _options(kind: type[Pruner], given: list[str]) -> dict[str, Any]:
             )
         values[option] = read(number[0])
     return values
+
+
+def prune_(
+    model: nn.Module,
+    operator: Operator | str,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    weights: Weights | None = None,
+) -> Masks | None:
+    """Compresses `model` in place by an operator that may look at data; returns the masks.
+
+    Args:
+        model: Model in any mode; its modes, gradients and running statistics stay unchanged.
+        operator: Pruner, any other operator, or text such as "obs@uniform:0.7+int8".
+        batches: Batches, as for `bind`.
+        loss: Loss function, as for `bind`.
+        weights: Weights to compress; by default all `compressible_weights(model)`.
+    """
+    if isinstance(operator, str):
+        operator = parse_pruner(operator)
+    return compress_(model, bind(operator, model, batches, loss=loss), weights=weights)

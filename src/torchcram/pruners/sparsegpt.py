@@ -1,4 +1,4 @@
-"""Layer-wise reconstruction: SparseGPT."""
+"""SparseGPT: pruning that reconstructs the outputs of one layer after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchcram.pruners.activations import (
     from_matrices,
     layers_of,
     products,
-    split_by_sight,
+    split_by_visible_inputs,
 )
 from torchcram.pruners.base import Pruner, require_damping
 from torchcram.selection import count_kept, keep_largest, keep_largest_in_rows
@@ -24,30 +24,30 @@ from torchcram.selection import count_kept, keep_largest, keep_largest_in_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchcram.pruners.calibration import Calibration
+    from torchcram.pruners.base import Calibration
     from torchcram.weights import Masks, Weights
 
 
 @dataclass(frozen=True)
 class SparseGPT(Pruner):
-    """Keeps what a layer puts out: min ||W X - W' X||^2 over sparse W', greedily, column by column.
+    """Keeps the outputs of a layer: min ||W X - W' X||^2 over sparse W', greedily by columns.
 
     ::
 
         H = X X^T + damping mean(diag X X^T) I,   H^-1 = U^T U with U upper triangular
-        score_ij = (w_ij / U_jj)^2                the error of dropping w_ij, with all later
-                                                  columns free to make up for it
-        w_i,k -= w_ij / U_jj U_jk, k > j          which they do
+        score_ij = (w_ij / U_jj)^2                the error of dropping w_ij if all later columns
+                                                  compensate for it
+        w_i,k -= w_ij / U_jj U_jk, k > j          the compensation
 
-    Masks are chosen for `block` columns at a time, N:M for one group at a time, by the weights as
-    they have become by then. Layers are done in the order of the forward, each with the inputs that
-    the pruned layers before it give: a pass over the batches for each layer.
+    Masks are chosen for `block` columns at a time, N:M masks for one group at a time, from the
+    weights as compensated so far. Layers are pruned in the order of the forward pass, each with the
+    inputs that the pruned layers before it produce: one pass over the batches per layer.
 
     Attributes:
-        pattern: UniformTopK, RowTopK or NM. The counts are exact: in blocks they are the share of
-            the columns so far less what earlier blocks got.
-        damping: a share of the mean diagonal.
-        block: columns whose mask is chosen at once; rounded up to whole groups of N:M.
+        pattern: UniformTopK, RowTopK or NM. The counts are exact: a block keeps the share of all
+            columns up to its end, minus what earlier blocks keep.
+        damping: Damping as a share of the mean diagonal.
+        block: Number of columns whose mask is chosen at once, rounded up to whole groups of N:M.
     """
 
     kind: ClassVar[str] = "sparsegpt"
@@ -59,7 +59,7 @@ class SparseGPT(Pruner):
         super().__post_init__()
         if not isinstance(self.pattern, (UniformTopK, NM)):
             raise ValueError(
-                f"SparseGPT: {self.pattern} is impossible, layers being pruned one after another; "
+                f"SparseGPT: {self.pattern} is impossible, as layers are pruned one after another; "
                 "allowed are uniform, row and nm patterns"
             )
         require_damping(self, self.damping)
@@ -67,20 +67,20 @@ class SparseGPT(Pruner):
             raise ValueError(f"SparseGPT: block is {self.block!r}, allowed are integers from 1")
 
     def prune_(self, weights: Weights, calibration: Calibration) -> Masks:
-        """Prunes one layer after another, first by magnitude those whose inputs cannot be seen."""
-        seen, hidden = split_by_sight(str(self), calibration.model, weights)
-        layers = layers_of(calibration.model, seen)
+        """Prunes by magnitude the layers with hidden inputs, then the others one by one."""
+        visible, hidden = split_by_visible_inputs(str(self), calibration.model, weights)
+        layers = layers_of(calibration.model, visible)
         masks: dict[str, Tensor] = dict(self.pattern.compress_(hidden))
-        for name in forward_order(calibration, seen):
-            one = some_of(seen, [name])
-            if isinstance(self.pattern, NM) and count_inputs(one, name) % self.pattern.group:
-                masks |= self.pattern.select(one)  # left dense, and named in a warning
+        for name in forward_order(calibration, visible):
+            layer = some_of(visible, [name])
+            if isinstance(self.pattern, NM) and count_inputs(layer, name) % self.pattern.group:
+                masks |= self.pattern.select(layer)  # left dense, and named in a warning
                 continue
-            matrices = as_matrices(one, name, layers[name][0])
-            upper = _upper(products(calibration, one)[name], self.damping)
+            matrices = as_matrices(layer, name, layers[name][0])
+            upper = _upper(products(calibration, layer)[name], self.damping)
             pruned, kept = self._reconstruct(matrices, upper.to(matrices.device))
-            weights[name].copy_(from_matrices(one, name, pruned))
-            masks[name] = from_matrices(one, name, kept)
+            weights[name].copy_(from_matrices(layer, name, pruned))
+            masks[name] = from_matrices(layer, name, kept)
         return {name: masks[name] for name in weights}
 
     def _reconstruct(self, matrices: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class SparseGPT(Pruner):
         return self.pattern.group if isinstance(self.pattern, NM) else self._block()
 
     def _select(self, scores: Tensor, start: int, columns: int) -> Tensor:
-        """The mask of the columns from `start`; `scores` is (groups, outputs, some columns)."""
+        """Returns the mask of columns from `start` on; `scores` is (groups, outputs, columns)."""
         if isinstance(self.pattern, UniformTopK):
             end = start + scores.shape[-1]
             rows = 1 if isinstance(self.pattern, RowTopK) else scores[..., 0].numel()
@@ -122,19 +122,19 @@ class SparseGPT(Pruner):
         return self.pattern.select({"": scores.flatten(0, 1)})[""].view(scores.shape)
 
     def _kept(self, rows: int, columns: int, of: int) -> int:
-        """How many of all weights in the first columns are kept; exact at the end."""
+        """Returns how many weights in the first columns are kept; exact at the last column."""
         assert isinstance(self.pattern, UniformTopK)  # noqa: S101
         return count_kept(rows * of, self.pattern.level) * columns // of
 
 
-def _upper(found: Tensor, damping: float) -> Tensor:
-    """U of H^-1 = U^T U, from X X^T as (groups, inputs, inputs)."""
-    hessian = found.double()
+def _upper(gram: Tensor, damping: float) -> Tensor:
+    """Returns U of H^-1 = U^T U, from X X^T as (groups, inputs, inputs)."""
+    hessian = gram.double()
     diagonal = hessian.diagonal(dim1=1, dim2=2)
     extra = damping * diagonal.mean(1, keepdim=True)
-    diagonal += extra.masked_fill(extra == 0, 1)  # no input but zeros: plain magnitudes
+    diagonal += extra.masked_fill(extra == 0, 1)  # all inputs are zero: rank by magnitude
     # with J reversing the order: J H J = L L^T, so H = A A^T with A = J L J upper, and U = A^-1
     a = torch.linalg.cholesky(hessian.flip(1, 2)).flip(1, 2)
-    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    upper: Tensor = torch.linalg.solve_triangular(a, one, upper=True)
-    return upper.to(found.dtype)
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+    upper: Tensor = torch.linalg.solve_triangular(a, identity, upper=True)
+    return upper.to(gram.dtype)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torchcram.experiments.evaluation.results import Result, read_results
-from torchcram.experiments.io.files import write_atomically
+from torchcram.experiments.io.files import slug, write_atomically
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE, as_name
+from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
 from torchcram.report import summary
 from torchcram.report.summary import percent, points
 
@@ -94,7 +94,7 @@ def _further_cell(known: Mapping[str, Result], method: str, kind: str, target: s
     for word, mark in TRAINED_ON.items():
         if kind.endswith(word):
             operator = kind.removesuffix(word) + target
-            result = known.get(f"{method}{mark}{as_name(operator)}")
+            result = known.get(f"{method}{mark}{slug(operator)}")
             return "" if result is None else _cell(result, operator)
     return _cell(known[method], kind + target)
 

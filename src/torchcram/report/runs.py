@@ -14,7 +14,7 @@ from torchcram.experiments.bench.record import Bench
 from torchcram.experiments.evaluation.results import Result
 from torchcram.experiments.io.dict_diff import flat
 from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
-from torchcram.experiments.tasks.score import ACCURACY
+from torchcram.experiments.tasks import ACCURACY
 from torchcram.report import summary
 from torchcram.report.bench import sections
 from torchcram.report.charts import COLOURS, Chart, Point, make_point

@@ -9,8 +9,8 @@ from typing import Any
 
 from torchcram.experiments.bench.record import FILES, Bench, read_bench
 from torchcram.experiments.evaluation.results import Result, read_result, read_results
-from torchcram.experiments.evaluation.results_store import RESULT
 from torchcram.experiments.io.dict_diff import differences
+from torchcram.experiments.results_store import RESULT
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import RUN
 

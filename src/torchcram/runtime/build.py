@@ -1,19 +1,117 @@
-"""Builds the kernels in place: `python -m torchcram.runtime.build`."""
+"""Compiles the CPU kernels with the system's C++ compiler: `python -m torchcram.runtime.build`.
+
+The library is written into the package. This file needs the standard library alone, so that the
+build of the package can run it before torch is installed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from torchcram.kernels.cpu.compiling import LIBRARY, build
+KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "cpu"
+SOURCES = KERNELS / "csrc"
+LIBRARY = KERNELS / "libtorchcram.so"
+
+# compiled once, for every instruction set
+_UNITS = ("api", "check", "checksum", "decode", "pack", "parallel")
+_COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+_SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer"]
+_SANITIZE += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+_AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
+_LEVELS = {
+    "avx512": ["-DTORCHCRAM_AVX512", *_AVX512, "-mprefer-vector-width=512"],
+    "avx2": ["-DTORCHCRAM_AVX2", "-mavx2", "-mfma"],
+    "portable": [],
+}
+
+
+def compiler() -> list[str] | None:
+    """Returns the command of the C++ compiler: CXX, with its arguments, or else g++ or clang++."""
+    named = os.environ.get("CXX")
+    for words in [shlex.split(named)] if named else [["g++"], ["clang++"]]:
+        if words and (path := shutil.which(words[0])):
+            return [path, *words[1:]]
+    return None
+
+
+def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = False) -> Path:
+    """Compiles the kernels into `target` and returns it.
+
+    Args:
+        target: Library to write.
+        sanitize: Whether memory errors and undefined behaviour end the process with a report
+            (AddressSanitizer and UBSan). LD_PRELOAD must name libasan, libubsan and libstdc++ then.
+        faults: Whether tests can make an allocation fail by calling `torchcram_fail_allocation`.
+
+    Raises:
+        RuntimeError: If there is no compiler, or it fails.
+    """
+    command = compiler()
+    if command is None or sys.platform == "win32":
+        raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
+    without = []
+    if x86 and not _accepts(
+        command, levels["avx512"]
+    ):  # an old compiler, which still supports AVX2
+        del levels["avx512"]
+        without = ["-DTORCHCRAM_NO_AVX512"]
+    names = (*_UNITS, "faults") if faults else _UNITS
+    units = [(SOURCES / f"{name}.cpp", name, without) for name in names]
+    units += [(SOURCES / "kernels.cpp", level, flags) for level, flags in levels.items()]
+    extra = [*(_SANITIZE if sanitize else []), *(["-DTORCHCRAM_FAULTS"] if faults else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for source, name, flags in units:
+            objects.append(f"{folder}/{name}.o")
+            _run([*command, *_COMMON, *flags, *extra, "-c", str(source), "-o", objects[-1]])
+        library = f"{folder}/{target.name}"
+        _run([*command, *_linking(sanitize=sanitize, faults=faults), *objects, "-o", library])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(library, part)
+        part.replace(target)  # processes that have loaded the old library keep it
+    return target
+
+
+def _linking(*, sanitize: bool, faults: bool) -> list[str]:
+    """Returns the arguments that link objects to a shared library."""
+    words = ["-shared", "-pthread"]
+    if sanitize:  # sanitizers replace functions of the C++ library, so it must be shared
+        words += _SANITIZE
+    elif sys.platform == "linux":
+        words += ["-static-libstdc++", "-static-libgcc"]
+    if faults:  # calls of `new` go to the definition in faults.cpp
+        words += ["-Wl,-Bsymbolic"]
+    return words
+
+
+def _accepts(command: list[str], flags: list[str]) -> bool:
+    """Returns whether a compiler accepts flags."""
+    probe = [*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0  # noqa: S603
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Builds the kernels and returns the exit code.
 
     Args:
-        arguments: Words of the command line; None for those of the process.
+        arguments: Command-line arguments; None for those of the process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m torchcram.runtime.build", description="Builds the sparse kernels."
@@ -28,12 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sanitize",
         action="store_true",
-        help="with AddressSanitizer, UBSan and allocation failure on demand, for tests",
+        help="build with AddressSanitizer, UBSan and allocation failure on demand, for tests",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        library = build(given.target, sanitize=given.sanitize, faults=given.sanitize)
-    except (RuntimeError, OSError) as error:  # the latter of a folder that is read-only
+        library = build(options.target, sanitize=options.sanitize, faults=options.sanitize)
+    except (RuntimeError, OSError) as error:  # OSError: a read-only folder
         sys.stderr.write(f"the kernels were not built: {error}\n")
         return 1
     sys.stdout.write(f"{library}\n")

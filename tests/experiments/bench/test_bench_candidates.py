@@ -11,9 +11,9 @@ from torchcram.experiments.bench.candidates import (
     one_shot_model,
     read_targets,
 )
-from torchcram.experiments.evaluation.oneshot import one_shot
-from torchcram.experiments.evaluation.results_store import outcome
-from torchcram.experiments.training.run_folder import load_model_
+from torchcram.experiments.evaluation.compressed_models import one_shot
+from torchcram.experiments.io.weights import load_model_
+from torchcram.experiments.results_store import outcome
 from torchcram.pruners import parse_pruner
 
 TARGETS = ["global:0.9", "nm:2:4", "global:0.8+int4", "wanda@uniform:0.5"]

@@ -6,7 +6,7 @@ from torchcram import compress
 from torchcram.experiments.bench import run as module
 from torchcram.experiments.bench.candidates import Candidate
 from torchcram.experiments.bench.run import Plan, example_batch, run_bench
-from torchcram.experiments.training.build import build_batches, target_weights
+from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.pruners import parse_pruner
 
 

@@ -8,7 +8,7 @@ import torch
 from commands import run_example, succeed
 
 from torchcram import artifact, sparsity
-from torchcram.experiments.training.build import target_weights
+from torchcram.experiments.recipe.build import target_weights
 from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")

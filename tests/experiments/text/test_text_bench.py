@@ -9,10 +9,9 @@ from torchcram import compress
 from torchcram.experiments.bench.candidates import Candidate
 from torchcram.experiments.bench.record import read_bench
 from torchcram.experiments.bench.run import Plan, example_batch, run_bench
-from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.training.build import build_initial_model, target_weights
+from torchcram.experiments.recipe.build import build_initial_model, target_weights
 from torchcram.pruners import parse_pruner
 
 pytestmark = pytest.mark.usefixtures("_here")
@@ -26,7 +25,7 @@ def test_texts_are_real_ones_of_middle_length(task, tiny, tmp_path):
     squad_folder(folder) if task == "squad" else glue_folder(folder, "sst2", TSV, TSV)
     sets = [f"model.name={tiny}", "text.length=48", "text.stride=16"]
     recipe = load_recipe(f"{task}/minilm-l6/cram-plus-multi", sets)
-    data = load_text(recipe, folder)
+    data = recipe.build_task().load(folder, batch_size=recipe.train.batch_size)
     lengths = data.test.lengths
     middle = int(lengths.sort().values[(len(lengths) - 1) // 2])
     single = example_batch(recipe, data, 1)

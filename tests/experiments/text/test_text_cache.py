@@ -6,7 +6,7 @@ import pytest
 from tiny_texts import glue_folder, model_folder, question, squad, squad_folder
 
 from torchcram.experiments.data.text import loading as cache
-from torchcram.experiments.data.text.loading import TENSORS, contents, load_text
+from torchcram.experiments.data.text.loading import TENSORS, contents
 from torchcram.experiments.recipe import load_recipe
 
 
@@ -27,7 +27,10 @@ def recipe(model, *overrides, task="squad"):
 
 def load(given, folder):
     said = []
-    return load_text(given, folder, report=said.append), said
+    task = given.build_task()
+    data = task.load(folder, batch_size=given.train.batch_size, report=said.append)
+    assert said.pop().endswith(" % of the tokens in training batches is padding")
+    return data, said
 
 
 def test_tokens_are_made_once_and_read_from_then_on(tmp_path, model):
@@ -44,7 +47,7 @@ def test_tokens_are_made_once_and_read_from_then_on(tmp_path, model):
     for split in ("train", "test"):
         one, other = getattr(made, split), getattr(read, split)
         assert all(getattr(one, key).equal(getattr(other, key)) for key in TENSORS)
-        assert one.gold == other.gold
+        assert one.references == other.references
     assert (read.contents, read.notes, read.classes) == (made.contents, made.notes, made.classes)
 
 
@@ -94,15 +97,17 @@ def test_what_another_process_made_meanwhile_is_told_of_too(tmp_path, model, mon
 def test_contents_tell_all_that_scores_depend_on_apart(tmp_path, model):
     data, _ = load(recipe(model), squad_folder(tmp_path))
     texts = data.test
-    gold = texts.gold
-    more = (("a king",), *gold.answers[1:])
+    references = texts.references
+    more = (("a king",), *references.answers[1:])
     others = [
         texts,
         *(replace(texts, **{key: getattr(texts, key) + 1}) for key in TENSORS),
-        replace(texts, gold=replace(gold, answers=more)),
-        replace(texts, gold=replace(gold, contexts=("the king", *gold.contexts[1:]))),
-        replace(texts, gold=replace(gold, context_of=(1, *gold.context_of[1:]))),
-        replace(texts, gold=None),
+        replace(texts, references=replace(references, answers=more)),
+        replace(
+            texts, references=replace(references, contexts=("the king", *references.contexts[1:]))
+        ),
+        replace(texts, references=replace(references, context_of=(1, *references.context_of[1:]))),
+        replace(texts, references=None),
     ]
     assert contents(data.train, texts) == data.contents
     assert len({contents(data.train, one) for one in others}) == len(others)
@@ -163,5 +168,5 @@ def test_sentences_are_told_of_too(tmp_path, model):
         for what in ("lines skipped, of other columns or labels", "sentences cut to 48 tokens")
     ]
     assert data.classes == ("negative", "positive")
-    assert data.train.gold is None
+    assert data.train.references is None
     assert (data.test.count, data.test.labels.tolist()) == (2, [1, 0])

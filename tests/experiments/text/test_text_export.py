@@ -9,10 +9,9 @@ from kills import check_kills, needs_fork
 
 from torchcram import artifact, compress, compressible_weights
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.loading import load_text
-from torchcram.experiments.evaluation.evaluate import score_on_test
+from torchcram.experiments.evaluation.compressed_models import score_on_test
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")
@@ -61,7 +60,7 @@ def test_embeddings_are_rounded_and_tested_as_they_come_out_of_the_file(run, que
     (seed,) = read_result("coarse.json").seeds
     assert seed.targets[0].after == said
     trained = load_trained(run, torch.device("cpu"))
-    data = load_text(trained.recipe, questions)
+    data = trained.recipe.build_task().load(questions, batch_size=trained.recipe.train.batch_size)
     model = artifact.load(coarse, trained.model)
     assert score_on_test(model, trained.recipe, data, device=torch.device("cpu")).value == said
 
@@ -71,7 +70,7 @@ def test_onnx_files_take_texts_of_any_length(run, questions):
     words = ("--data", questions, "--format", "onnx", "--out", "files")
     succeed("export", run, "--to", "uniform:0.5", "--to", "wanda@uniform:0.5", *words)
     trained = load_trained(run, torch.device("cpu"))
-    data = load_text(trained.recipe, questions)
+    data = trained.recipe.build_task().load(questions, batch_size=trained.recipe.train.batch_size)
     small = compress(
         trained.model, "uniform:0.5", weights=compressible_weights(trained.model, only="encoder")
     )
@@ -96,10 +95,11 @@ def test_a_folder_of_transformers_is_whole_whenever_export_is_killed(
     (folder / "files" / "uniform-0.5" / "model.safetensors").write_bytes(b"old")
     monkeypatch.chdir(folder)
     trained = load_trained(run, torch.device("cpu"))
-    data = load_text(trained.recipe, questions)
+    data = trained.recipe.build_task().load(questions, batch_size=trained.recipe.train.batch_size)
     monkeypatch.setattr("torchcram.cli.export.load", lambda *_, **__: data)
     monkeypatch.setattr(
-        "torchcram.experiments.evaluation.oneshot.score", lambda *_, **__: Score(0.5)
+        "torchcram.experiments.evaluation.compressed_models.score_model",
+        lambda *_, **__: Score(0.5),
     )
     words = ("export", run, "--to", "uniform:0.5", "--format", "transformers", "--out", "files")
     assert check_kills(lambda: succeed(*words), folder) > 8

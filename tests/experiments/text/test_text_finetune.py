@@ -7,17 +7,15 @@ from runs import digits, run
 from runs import recipe as digits_recipe
 from safetensors.torch import load_file
 
-from torchcram.experiments import derived_grid
-from torchcram.experiments.evaluation.evaluate import score_on_test
-from torchcram.experiments.evaluation.pruning import pruned
+from torchcram.experiments import finetuning
+from torchcram.experiments.evaluation.compressed_models import pruned, score_on_test
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.log import read_log
-from torchcram.experiments.training.loop import Loop
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.steps import EagerStep
-from torchcram.experiments.training.stopping import StoppingRun, held_out_values
+from torchcram.experiments.training.trainer import Trainer, _EarlyStopping, _Epochs, held_out_values
 
 pytestmark = pytest.mark.usefixtures("_here")
 
@@ -67,7 +65,7 @@ def test_texts_are_tested_on_what_is_held_out_and_the_best_is_kept(finished, que
 
 def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, monkeypatch):
     values, kept, tested = iter([0.1, 0.5, 0.5, 0.4, 0.2, 0.9]), {}, []
-    real = StoppingRun._save
+    real = Trainer.save_checkpoint
 
     def save(self):
         kept[self.done] = {k: v.clone() for k, v in self.model.state_dict().items()}
@@ -77,9 +75,9 @@ def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, m
         tested.append(len(given[2].test))
         return score_on_test(*given, **options)
 
-    monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
-    monkeypatch.setattr(StoppingRun, "_save", save)
-    monkeypatch.setattr("torchcram.experiments.training.stopping.score_on_test", test)
+    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(Trainer, "save_checkpoint", save)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.score_on_test", test)
     succeed(*tuned(finished, questions, "on"))
     assert held_out_values(Path("on")) == [0.1, 0.5, 0.5, 0.4, 0.2]
     assert tested == [6]  # the test split, once
@@ -115,7 +113,7 @@ def test_a_log_that_is_too_short_is_named(finished, questions, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoppingRun, "_leave", lambda *_: interrupted(None))
+        patch.setattr(_EarlyStopping, "finish", lambda *_: interrupted(None))
         assert command(*tuned(finished, questions, "on")).exit_code == 130
     Path("on/log.jsonl").unlink()
     assert "log.jsonl does not have the" in fail(*tuned(finished, questions, "on"))
@@ -123,13 +121,13 @@ def test_a_log_that_is_too_short_is_named(finished, questions, monkeypatch):
 
 def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
     values, made = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]), []
-    monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
 
     def counted(*given, data, **options):
         made.append(len(data.train))
         return pruned(*given, data=data, **options)
 
-    monkeypatch.setattr("torchcram.experiments.derived_model.pruned", counted)
+    monkeypatch.setattr("torchcram.experiments.evaluation.compressed_models.pruned", counted)
     words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1, "--results", "results"]
     done = succeed(*tuned(finished, questions, "grid", *words, at="obs:m8:r2@uniform:0.7"))
     folders = [Path("grid", f"train.label_smoothing={one}") for one in ("0", "0.2")]
@@ -145,7 +143,7 @@ def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
 
 def test_every_seed_may_choose_another_point(finished, questions, monkeypatch):
     values = iter([0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1] + 4 * [0.2] + 4 * [0.6])
-    monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
     words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1, "--results", "results"]
     for seed in (0, 1):
         given = tuned(finished, questions, f"grid{seed}", *words, "--seed", seed)
@@ -187,7 +185,7 @@ def test_points_are_compared_on_one_part_of_the_same_tokens(finished, questions)
 def test_a_start_that_was_copied_by_half_is_copied_again(finished, questions, monkeypatch):
     words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1]
     given = tuned(finished, questions, "grid", *words)
-    real = derived_grid.write_atomically
+    real = finetuning.write_atomically
 
     def interrupted(path, content):
         if path.name == "start.json":
@@ -195,7 +193,7 @@ def test_a_start_that_was_copied_by_half_is_copied_again(finished, questions, mo
         real(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(derived_grid, "write_atomically", interrupted)
+        patch.setattr(finetuning, "write_atomically", interrupted)
         assert command(*given).exit_code == 130
     succeed(*given)
     starts = [one.read_bytes() for one in sorted(Path("grid").glob("*/start.safetensors"))]
@@ -204,14 +202,14 @@ def test_a_start_that_was_copied_by_half_is_copied_again(finished, questions, mo
 
 
 def test_the_best_of_the_checkpoint_before_stays(finished, questions, monkeypatch):
-    values, kept, real = iter([0.1, 0.5, 0.6, 0.2, 0.2, 0.2]), [], StoppingRun._save
+    values, kept, real = iter([0.1, 0.5, 0.6, 0.2, 0.2, 0.2]), [], Trainer.save_checkpoint
 
     def save(self):
         real(self)
         kept.append(sorted(path.name for path in self.folder.glob("best-*")))
 
-    monkeypatch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
-    monkeypatch.setattr(StoppingRun, "_save", save)
+    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(Trainer, "save_checkpoint", save)
     succeed(*tuned(finished, questions, "on"))
     assert [names[-1] for names in kept[:3]] == [f"best-000{n}.safetensors" for n in (1, 2, 3)]
     assert "best-0002.safetensors" in kept[2]  # what the second checkpoint needs
@@ -249,7 +247,7 @@ def test_plain_training_can_be_ended_early_too_but_not_with_images(
     given = ["train", CRAM, "--data", questions, "--epochs", 3, *sets, *stop, "--out", "run"]
     values = iter([0.5, 0.4])
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "score", lambda _: Score(next(values), "F1"))
+        patch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
         succeed(*given)
     assert held_out_values(Path("run")) == [0.5, 0.4]  # of six rounds
     with pytest.raises(ValueError, match=r"train\.early_stopping is for texts"):

@@ -3,16 +3,14 @@
 import pytest
 import torch
 
-from torchcram.experiments.data.text.loading import load_text
-from torchcram.experiments.evaluation.oneshot import one_shot
+from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.finetuning import finetune
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.overrides import finetune_recipe
 from torchcram.experiments.training.cuda_graph_steps import make_step
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.steps import EagerStep
-from torchcram.experiments.training.stopping import held_out_values
-from torchcram.experiments.training.trainer import train
+from torchcram.experiments.training.trainer import held_out_values, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +22,10 @@ SETS = ["text.length=48", "text.stride=16", "train.batch_size=4", "optimizer.lr=
 
 def test_pruners_and_rounds_on_a_gpu(tmp_path, tiny, questions):
     given = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", "train.epochs=2", *SETS])
-    data, step = load_text(given, questions), {"device": CUDA, "make_step": make_step}
+    data, step = (
+        given.build_task().load(questions, batch_size=given.train.batch_size),
+        {"device": CUDA, "make_step": make_step},
+    )
     trained = train(given, tmp_path / "run", data=data, seed=0, **step)
     targets = ["obs:m8@uniform:0.5", "wanda@nm:2:4", "sparsegpt@nm:2:4+int8"]
     found = one_shot(trained.model, given, data, targets, device=CUDA, seed=0)
@@ -40,7 +41,7 @@ def test_pruners_and_rounds_on_a_gpu(tmp_path, tiny, questions):
 
 def test_captured_steps_learn_from_a_teacher_as_eager_ones_do(tmp_path, tiny, questions):
     given = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", "train.epochs=2", *SETS])
-    data = load_text(given, questions)
+    data = given.build_task().load(questions, batch_size=given.train.batch_size)
     train(given, tmp_path / "run", data=data, seed=0, device=CUDA)
     sets = ["optimizer.lr=0.001", "train.distillation.weight=1", "train.precision=fp32"]
     on = finetune_recipe(given, "uniform:0.5", overrides=sets)

@@ -9,11 +9,11 @@ import transformers
 from torch import nn
 
 from torchcram.experiments.data.text.datasets import Texts, TextSet
-from torchcram.experiments.evaluation.evaluate import require_fit
 from torchcram.experiments.models.text import TextModel
+from torchcram.experiments.tasks import QuestionAnswering
 
 CPU = torch.device("cpu")
-RECIPE = SimpleNamespace(model=SimpleNamespace(name="mine"))
+TASK = QuestionAnswering(SimpleNamespace(name="mine"), None, {}, None)
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -23,6 +23,10 @@ SIZES = {
 }
 DECODER = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 40}
 DECODER |= {"bos_token_id": 2, "eos_token_id": 2}
+
+
+def require_fit(model, given, device):
+    TASK.check_model(model, given, device=device)
 
 
 def data(task, *lengths):
@@ -65,44 +69,44 @@ def test_encoders_go_with_texts(family, task):
     else:
         given = {**SIZES, "embedding_size": 16} if family in ("Electra", "Albert") else SIZES
     config = getattr(transformers, f"{family}Config")(**given, **positions)
-    require_fit(built(config, task), RECIPE, data(task, 12, 34, 5), device=CPU)
+    require_fit(built(config, task), data(task, 12, 34, 5), device=CPU)
 
 
 @pytest.mark.parametrize("config", [transformers.MPNetConfig, transformers.RobertaConfig])
 def test_too_few_positions_are_named_where_the_first_are_for_padding(config):
     model = built(config(**SIZES, max_position_embeddings=34, pad_token_id=1))
     with pytest.raises(ValueError, match="'mine' does not take the texts of 'texts', of up to 34 "):
-        require_fit(model, RECIPE, data("sst2", 12, 34), device=CPU)
-    require_fit(model, RECIPE, data("sst2", 12, 32), device=CPU)
+        require_fit(model, data("sst2", 12, 34), device=CPU)
+    require_fit(model, data("sst2", 12, 32), device=CPU)
 
 
 def test_a_model_that_takes_no_batches_is_named():
     model = built(transformers.GPT2Config(**DECODER))
     for lengths in ((12, 34), (34, 34)):
         with pytest.raises(ValueError, match=r"up to 34 tokens: .*no padding token is defined"):
-            require_fit(model, RECIPE, data("sst2", *lengths), device=CPU)
+            require_fit(model, data("sst2", *lengths), device=CPU)
 
 
 def test_scores_that_depend_on_padding_are_named():
     model = built(transformers.GPT2Config(**DECODER, pad_token_id=3))
     with pytest.raises(ValueError, match="its scores depend on padding"):
-        require_fit(model, RECIPE, data("sst2", 12, 34), device=CPU)
-    require_fit(model, RECIPE, data("sst2", 34, 34), device=CPU)  # there is no padding
+        require_fit(model, data("sst2", 12, 34), device=CPU)
+    require_fit(model, data("sst2", 34, 34), device=CPU)  # there is no padding
 
 
 def test_a_model_may_have_no_limit_of_positions():
     config = transformers.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=32)
     assert config.max_position_embeddings == -1
     with pytest.raises(ValueError, match="its scores depend on padding"):
-        require_fit(built(config), RECIPE, data("sst2", 12, 34), device=CPU)
-    require_fit(built(config), RECIPE, data("sst2", 34), device=CPU)
+        require_fit(built(config), data("sst2", 12, 34), device=CPU)
+    require_fit(built(config), data("sst2", 34), device=CPU)
 
 
 def test_a_model_with_another_head_is_named():
     config = roberta(40)
     config.num_labels = 3
     with pytest.raises(ValueError, match=r"no head for sst2: .* \(2, 3\), needed is \(2, 2\)"):
-        require_fit(built(config), RECIPE, data("sst2", 12, 34), device=CPU)
+        require_fit(built(config), data("sst2", 12, 34), device=CPU)
 
 
 class Drawing(nn.Module):
@@ -129,9 +133,9 @@ def test_modes_weights_and_random_numbers_stay(fails):
     state = torch.get_rng_state()
     if fails:
         with pytest.raises(ValueError, match="of up to 34 tokens: it fails"):
-            require_fit(model, RECIPE, given, device=CPU)
+            require_fit(model, given, device=CPU)
     else:
-        require_fit(model, RECIPE, given, device=CPU)
+        require_fit(model, given, device=CPU)
     assert torch.get_rng_state().equal(state)
     assert [module.training for module in model.modules()] == modes
     assert all(value is weights[name] for name, value in model.named_parameters())
@@ -145,7 +149,7 @@ def test_weights_are_tried_on_the_cpu_wherever_they_are(monkeypatch):
     tensors = [(*one.parameters(), *one.buffers()) for one in (away, model)]
     here = {id(there): tensor for there, tensor in zip(*tensors, strict=True)}
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: here[id(self)])
-    require_fit(away, RECIPE, data("sst2", 12, 34), device=torch.device("meta"))
+    require_fit(away, data("sst2", 12, 34), device=torch.device("meta"))
     assert all(value.is_meta for value in away.parameters())
 
 
@@ -155,8 +159,8 @@ def test_a_model_on_a_gpu_is_tried_on_the_cpu():
     device = torch.device("cuda")
     model = Drawing(built(roberta(34)).to(device), fails=False)
     with pytest.raises(ValueError, match=r"of up to 34 tokens: index .*out of "):
-        require_fit(model, RECIPE, data("sst2", 12, 34), device=device)
-    require_fit(model, RECIPE, data("sst2", 12, 32), device=device)
+        require_fit(model, data("sst2", 12, 34), device=device)
+    require_fit(model, data("sst2", 12, 32), device=device)
     assert {device for device, _, _ in model.seen} == {CPU}
     assert {value.device.type for value in model.parameters()} == {"cuda"}
     torch.cuda.synchronize()

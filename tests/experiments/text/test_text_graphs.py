@@ -3,10 +3,9 @@ import torch
 from torch.optim import SGD, AdamW
 
 from torchcram import CrAM
-from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training import cuda_graph_steps as graphs
-from torchcram.experiments.training.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training.cuda_graph_steps import (
     TextGraphStep,
     can_be_captured,
@@ -36,7 +35,7 @@ class Plain:
 def test_steps_are_those_of_a_training_without_graphs(method, parts, tiny, questions, monkeypatch):
     monkeypatch.setattr(graphs, "GraphedStep", Plain)
     recipe = load_recipe(f"squad/minilm-l6/{method}", [f"model.name={tiny}", *SETS])
-    data = load_text(recipe, questions).in_parts(parts)
+    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size).in_parts(parts)
     ends = []
     for kind in (EagerStep, TextGraphStep):
         torch.manual_seed(0)
@@ -67,7 +66,13 @@ def test_kept_masks_and_ranges_are_not_captured():
 def test_a_cpu_takes_plain_steps(tiny, questions):
     recipe = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", *SETS])
     model = build_initial_model(recipe, classes=2, seed=0)
-    batches = build_batches(recipe, load_text(recipe, questions), train=True, device=CPU, seed=0)
+    batches = build_batches(
+        recipe,
+        recipe.build_task().load(questions, batch_size=recipe.train.batch_size),
+        train=True,
+        device=CPU,
+        seed=0,
+    )
     step = make_step(model, AdamW(model.parameters()), batches, recipe.train, CPU)
     assert type(step) is EagerStep
 
@@ -79,7 +84,7 @@ def test_graphs_train_as_plain_steps_do(method, tiny, questions):
     device = torch.device("cuda")
     sets = [f"model.name={tiny}", *SETS, "train.precision=fp32"]
     recipe = load_recipe(f"squad/minilm-l6/{method}", sets)
-    data = load_text(recipe, questions)
+    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
     ends = []
     for kind in (EagerStep, TextGraphStep):
         model = build_initial_model(recipe, classes=2, seed=0).to(device)

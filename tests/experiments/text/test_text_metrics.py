@@ -2,7 +2,12 @@ import math
 
 import pytest
 
-from torchcram.experiments.tasks.metrics import binary_scores, exact_match, normalised, token_f1
+from torchcram.experiments.tasks.question_answering import (
+    exact_match,
+    normalised,
+    token_f1,
+)
+from torchcram.experiments.tasks.sentence_classification import binary_scores
 
 
 @pytest.mark.parametrize(

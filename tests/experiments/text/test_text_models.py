@@ -9,7 +9,7 @@ from torch import nn
 from torchcram.experiments.models import text as minilm
 from torchcram.experiments.models.text import build_text_model, find_model, load_tokenizer
 from torchcram.experiments.recipe import load_recipe
-from torchcram.experiments.training.build import build_initial_model
+from torchcram.experiments.recipe.build import build_initial_model
 
 carried = pytest.mark.skipif(
     importlib.util.find_spec(minilm.PACKAGE) is None, reason="the package is not installed"

@@ -5,9 +5,9 @@ import pytest
 from tiny_texts import glue_folder, question, squad
 
 from torchcram.experiments.data.text import files
+from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.glue import read_tsv
 from torchcram.experiments.data.text.squad import read_squad
-from torchcram.experiments.tasks.text_formats import TASKS
 
 CONTEXT = "The Seine runs through Paris."
 
@@ -91,7 +91,7 @@ def test_an_empty_set_is_named():
 
 
 def tsv(task, text):
-    return read_tsv(text.encode(), "a.tsv", sentences=TASKS[task].sentences)
+    return read_tsv(text.encode(), "a.tsv", sentences=TEXT_FORMATS[task].sentences)
 
 
 def test_quotes_are_no_quoting_and_bad_lines_are_counted():
@@ -127,7 +127,7 @@ def test_bad_tsv_is_named(task, text, said):
     with pytest.raises(ValueError, match=said):
         tsv(task, text)
     with pytest.raises(ValueError, match="is not UTF-8"):
-        read_tsv(b"\xff", "a.tsv", sentences=TASKS[task].sentences)
+        read_tsv(b"\xff", "a.tsv", sentences=TEXT_FORMATS[task].sentences)
 
 
 def test_folders_and_archives_are_the_same(tmp_path):

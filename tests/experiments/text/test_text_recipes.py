@@ -14,7 +14,7 @@ PLAIN = "squad/minilm-l6/adam"
 def test_every_recipe_is_in_order(name):
     recipe = EVERY[name]
     assert recipe.name == name
-    assert recipe.task == recipe.data.name == recipe.text.task
+    assert recipe.task_name == recipe.data.name == recipe.text.task
     assert recipe.model.name.endswith(recipe.architecture)
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert recipe.model.freeze == r"\.embeddings\."

@@ -3,9 +3,8 @@ import torch
 from torch import nn
 
 from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.datasets import Gold, Texts, TextSet
-from torchcram.experiments.evaluation.evaluate import score
-from torchcram.experiments.tasks.score import Score
+from torchcram.experiments.data.text.datasets import References, Texts, TextSet
+from torchcram.experiments.tasks import QuestionAnswering, Score, SentenceClassification
 
 CPU = torch.device("cpu")
 
@@ -33,7 +32,8 @@ def sentences(said, right):
 def come_to(model, kind, texts):
     data = TextSet("mine", kind, texts, texts, "x")
     batches = TextBatches(texts, batch_size=3, device=CPU, seed=0, train=False)
-    return score(model, data, batches, device=CPU)
+    kind = QuestionAnswering if kind == "squad" else SentenceClassification
+    return kind(None, None, {}, None).score(model, data, batches, device=CPU)
 
 
 def test_classes_are_scored_by_the_metrics_of_the_task():
@@ -71,6 +71,8 @@ def test_answers_are_read_out_of_the_best_window():
         offsets=torch.tensor(
             [[0, 0], [0, 3], [4, 7], [0, 0], [8, 14], [15, 17], [0, 6], [7, 9]]
         ).int(),
-        gold=Gold(("the old castle is", "rivers go"), (0, 1), (("castle",), ("the rivers", "no"))),
+        references=References(
+            ("the old castle is", "rivers go"), (0, 1), (("castle",), ("the rivers", "no"))
+        ),
     )
     assert come_to(Pointing(), "squad", texts) == Score(1, "F1", {"exact match": 1})

@@ -4,9 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from torchcram.experiments.data.text.datasets import Gold, Texts
-from torchcram.experiments.tasks.spans import best_spans, span_loss
-from torchcram.experiments.tasks.text_score import answers, score_answers
+from torchcram.experiments.data.text.datasets import References, Texts
+from torchcram.experiments.tasks.question_answering import (
+    answers,
+    best_spans,
+    score_answers,
+    span_loss,
+)
 
 
 def scores(first, last):
@@ -72,7 +76,7 @@ def windows(begins, questions):
         labels=torch.zeros(count, 2, dtype=torch.int64),
         examples=torch.tensor(questions),
         offsets=torch.tensor(offsets).int(),
-        gold=Gold(("abcdefgh", "ABCDEFGH"), (0, 1), (("cd", "x"), ("F", "FG"))),
+        references=References(("abcdefgh", "ABCDEFGH"), (0, 1), (("cd", "x"), ("F", "FG"))),
     )
 
 

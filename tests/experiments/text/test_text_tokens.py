@@ -10,8 +10,7 @@ from torchcram.experiments.data.text.datasets import CONTEXT, TextSet
 from torchcram.experiments.data.text.glue import Labelled
 from torchcram.experiments.data.text.squad import Answer, Question, Questions
 from torchcram.experiments.data.text.tokens import starts, tokenise_questions, tokenise_sentences
-from torchcram.experiments.tasks.metrics import exact_match
-from torchcram.experiments.tasks.text_score import answers, score_answers
+from torchcram.experiments.tasks.question_answering import answers, exact_match, score_answers
 
 SLOW = {"deadline": None, "max_examples": 40, "suppress_health_check": list(HealthCheck)}
 words = st.sampled_from([*WORDS.split(), "Éclair", "中", "x-ray", "U.S.", "(1850)", "☃"])

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from tiny_texts import glue_folder, model_folder
 
 from torchcram.experiments.data.text.datasets import TextSet
-from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.training.log import read_log
@@ -57,7 +56,7 @@ def test_a_line_trains_compresses_and_tells(finished, tiny):
     assert "squad/minilm-l6/cram-plus-multi: test F1 in % on squad" in done.stdout
     assert all(f"│ {one} " in done.stdout for one in recipe.compress.to)
     assert "BNT" not in done.stdout
-    assert "% of the tokens in training batches are padding" in done.stderr
+    assert "% of the tokens in training batches is padding" in done.stderr
     assert "compressed" in done.stderr
 
 
@@ -190,7 +189,7 @@ def test_missing_data_is_named(tiny):
 def test_other_data_is_another_run(finished, questions):
     folder, _ = finished
     recipe = load_recipe(folder / "recipe.yaml")
-    data = load_text(recipe, questions)
+    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
     other = TextSet(data.name, data.kind, data.train, data.test, "other")
     with pytest.raises(ValueError, match=r"holds another run: data.contents is"):
         train(recipe, folder, data=other, seed=0, device=torch.device("cpu"))

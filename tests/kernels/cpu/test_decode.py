@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 from test_expand import bits_of
 
-from torchcram.artifact.bits import pack, packed_size
-from torchcram.artifact.integers import read_integers
+from torchcram.artifact.integers import pack, packed_size, read_integers
 from torchcram.kernels.cpu import library
-from torchcram.kernels.cpu.checksum import checksum
-from torchcram.kernels.cpu.expand import count_ones, decode_, rows_of_table
+from torchcram.kernels.cpu.decode import checksum, count_ones, decode_, rows_of_table
 
 pytestmark = needs_kernels
 COUNTS = st.sampled_from([0, 1, 7, 8, 63, 64, 65, 200, 2047, 2048, 2049, 5000])
@@ -104,7 +102,7 @@ def test_too_few_values_are_noticed(count):
 def test_what_does_not_belong_together_is_refused(wrong):
     mask = torch.tensor([255], dtype=torch.uint8)
     given = {"out": torch.zeros(8), "mask": mask, "values": torch.ones(8), "bits": 0}
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(ValueError, match="do not match in size"):
         decode_(**{**given, "stored": 8, "scales": None, **wrong})
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from native_library import needs_kernels
 
 from torchcram.kernels.cpu import library
-from torchcram.kernels.cpu.expand import expand_
+from torchcram.kernels.cpu.decode import expand_
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 
@@ -41,14 +41,14 @@ def test_values_go_to_their_places(data, dtype, count):
 @pytest.mark.parametrize("count", [5, 16, 131])
 def test_values_are_as_many_as_places(dtype, wrong, count):
     values = values_for(count + wrong, dtype)
-    with pytest.raises(ValueError, match="not as many as places"):
+    with pytest.raises(ValueError, match="does not keep as many positions"):
         expand_(torch.zeros(count, dtype=dtype), bits_of(torch.ones(count).bool()), values)
 
 
 def test_what_does_not_belong_together_is_refused():
     bits, values = torch.tensor([255], dtype=torch.uint8), torch.ones(8)
     for out in (torch.zeros(9), torch.zeros(8, dtype=torch.float64), torch.zeros(8, 2)[:, 0]):
-        with pytest.raises(ValueError, match="belong together"):
+        with pytest.raises(ValueError, match="do not match in size"):
             expand_(out, bits, values)
 
 

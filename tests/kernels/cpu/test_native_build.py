@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from native_library import needs_kernels
 
-from torchcram.kernels.cpu import compiling, library
+from torchcram.kernels.cpu import library
 from torchcram.runtime import build as build_module
 
 ROOT = Path(__file__).parents[3]
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[3]
 
 @needs_kernels
 def test_the_library_goes_where_it_is_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_COMMON", [*compiling._COMMON, "-O0"])  # quick
-    target = compiling.build(tmp_path / "kernels.so")
+    monkeypatch.setattr(build_module, "_COMMON", [*build_module._COMMON, "-O0"])  # quick
+    target = build_module.build(tmp_path / "kernels.so")
     assert ctypes.CDLL(str(target)).torchcram_use_level(0) == 1
     assert list(tmp_path.iterdir()) == [target]
 
@@ -30,12 +30,12 @@ def test_the_library_goes_where_it_is_wanted(tmp_path, monkeypatch):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX is of x86")
 def test_an_old_compiler_leaves_out_what_it_does_not_know(tmp_path, monkeypatch):
     old = tmp_path / "old"
-    real = " ".join(compiling.compiler())
+    real = " ".join(build_module.compiler())
     old.write_text(f'#!/bin/sh\ncase "$*" in *-mavx512*) exit 1;; esac\nexec {real} "$@"\n')
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
-    monkeypatch.setattr(compiling, "_COMMON", [*compiling._COMMON, "-O0"])
-    library = ctypes.CDLL(str(compiling.build(tmp_path / "kernels.so")))
+    monkeypatch.setattr(build_module, "_COMMON", [*build_module._COMMON, "-O0"])
+    library = ctypes.CDLL(str(build_module.build(tmp_path / "kernels.so")))
     library.torchcram_level.restype = ctypes.c_char_p
     assert library.torchcram_level() in (b"avx2", b"portable")
     assert library.torchcram_use_level(2) == 0
@@ -45,9 +45,9 @@ def test_an_old_compiler_leaves_out_what_it_does_not_know(tmp_path, monkeypatch)
 
 def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert compiling.compiler() is None
+    assert build_module.compiler() is None
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
-        compiling.build(tmp_path / "kernels.so")
+        build_module.build(tmp_path / "kernels.so")
 
 
 def build_command(*arguments, **environment):
@@ -89,7 +89,7 @@ def test_the_command_names_what_it_built(monkeypatch, capsys, tmp_path):
     assert build_module.main([]) == 0
     assert build_module.main(["--sanitize", str(tmp_path / "other.so")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [str(compiling.LIBRARY), str(tmp_path / "other.so")]
+    assert lines == [str(build_module.LIBRARY), str(tmp_path / "other.so")]
     assert given == [{"sanitize": False, "faults": False}, {"sanitize": True, "faults": True}]
 
 
@@ -97,16 +97,16 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
     tool = tmp_path / "my tool"
     tool.touch(mode=0o755)
     monkeypatch.setenv("CXX", f"'{tool}' -m64 -DX=1")
-    assert compiling.compiler() == [str(tool), "-m64", "-DX=1"]
+    assert build_module.compiler() == [str(tool), "-m64", "-DX=1"]
     monkeypatch.setenv("CXX", " ")
-    assert compiling.compiler() is None
+    assert build_module.compiler() is None
 
 
 @needs_kernels
 def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_COMMON", ["-no-such-option"])
+    monkeypatch.setattr(build_module, "_COMMON", ["-no-such-option"])
     with pytest.raises(RuntimeError, match="no-such-option"):
-        compiling.build(tmp_path / "kernels.so")
+        build_module.build(tmp_path / "kernels.so")
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def hook():
 
 @needs_kernels
 def test_a_wheel_with_kernels_is_for_one_platform(hook, monkeypatch):
-    library = compiling.LIBRARY
+    library = build_module.LIBRARY
     monkeypatch.setattr(runpy, "run_path", lambda _: {"build": lambda: library})
     data = {"artifacts": []}
     hook.initialize("standard", data)
@@ -186,20 +186,20 @@ def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(library, "_INTERFACE", -1)
     monkeypatch.setattr(library._state, "why", "")
     assert library.find.__wrapped__() is None
-    assert "was built from other sources" in library._state.why
+    assert "was built from another version of the sources" in library._state.why
 
 
 @needs_kernels
 def test_a_library_for_tests_finds_errors_of_memory(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(compiling, "_run", commands.append)
-    monkeypatch.setattr(compiling.shutil, "copyfile", lambda _, part: part.touch())
-    compiling.build(tmp_path / "new" / "kernels.so", sanitize=True, faults=True)
+    monkeypatch.setattr(build_module, "_run", commands.append)
+    monkeypatch.setattr(build_module.shutil, "copyfile", lambda _, part: part.touch())
+    build_module.build(tmp_path / "new" / "kernels.so", sanitize=True, faults=True)
     assert (tmp_path / "new" / "kernels.so").exists()
     assert all("-fsanitize=address,undefined" in command for command in commands)
     assert any("faults.cpp" in word for command in commands for word in command)
     assert "-static-libstdc++" not in commands[-1]  # the sanitizer replaces parts of it
     commands.clear()
-    compiling.build(tmp_path / "kernels.so")
+    build_module.build(tmp_path / "kernels.so")
     words = [word for command in commands for word in command]
     assert not any("sanitize" in word or "faults" in word.lower() for word in words)

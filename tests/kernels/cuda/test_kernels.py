@@ -7,8 +7,8 @@ from test_selection import KINDS, by_sorting, make
 pytest.importorskip("triton")
 
 from torchcram.kernels import cuda as _kernels
-from torchcram.kernels.cuda.rank import SAMPLE
-from torchcram.kernels.cuda.table import CHUNK
+from torchcram.kernels.cuda.chunks import CHUNK
+from torchcram.kernels.cuda.select import SAMPLE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(7, 5), (16, 12, 3, 3), (9001,), (1,), (4, 3, 2, 2, 2)]

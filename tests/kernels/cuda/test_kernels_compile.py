@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from torchcram.kernels.cuda import int8
 from torchcram.kernels.cuda.select import REGISTERS, _select_kernel
-from torchcram.kernels.cuda.table import CHUNK, WARPS
+from torchcram.kernels.cuda.chunks import CHUNK, WARPS
 from torchcram.kernels.cuda.zero import _zero_kernel
 
 OTHER = {"mask": "*i1", "chunk_count": "i32", "tensor_count": "i32", "segment_count": "i32"}

@@ -7,8 +7,7 @@ from sparse_cases import relative_error, sparse_model
 from torch.nn import functional
 
 from torchcram.kernels.cpu import library
-from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
-from torchcram.runtime.cpu.bert_fusion import SelfAttention
+from torchcram.runtime.cpu.fuse import SelfAttention
 from torchcram.runtime.cpu.prepare import prepare
 
 pytestmark = needs_kernels
@@ -115,7 +114,7 @@ def test_heads_of_other_sizes_and_strides_work_too():
 
 def test_what_does_not_fit_is_refused():
     x = torch.randn(2, 5, 32)
-    with pytest.raises(ValueError, match=r"\(2, 4, 32\).* not all of one shape"):
+    with pytest.raises(ValueError, match=r"must have the same shape .*\(2, 4, 32\)"):
         attention((x, x[:, :4], x), 2, 1.0)
     with pytest.raises(ValueError, match="for 5 heads"):
         attention((x, x, x), 5, 1.0)
@@ -165,3 +164,14 @@ def test_bert_uses_it_unless_there_is_a_mask():
         part = fast(tokens, attention_mask=mask).last_hidden_state
         assert len(calls) == 2
         assert relative_error(part, model(tokens, attention_mask=mask).last_hidden_state) < 1e-5
+
+
+def test_the_attention_of_torch_gives_the_same_outputs():
+    original = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "qkv"})
+    original.query, original.key, original.value = original["q"], original["k"], original["v"]
+    x = torch.randn(3, 11, 32)
+    with torch.no_grad():
+        (ours, _), (theirs, _) = (
+            SelfAttention(original, 2, 0.25, own_kernel=own)(x) for own in (True, False)
+        )
+    assert relative_error(ours, theirs.double()) < 1e-6

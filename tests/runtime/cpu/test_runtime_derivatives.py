@@ -11,9 +11,14 @@ from torch.testing import assert_close
 
 from torchcram.kernels.cpu.library import has_int8
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import ops, ops_attention, ops_conv  # noqa: F401  registers
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu import ops
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
 from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = [

@@ -10,11 +10,15 @@ from torch.nn import functional
 
 from torchcram.kernels.cpu.library import has_int8, kernels
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
-from torchcram.runtime.cpu.bert_fusion import ResidualNorm, SelfAttention
-from torchcram.runtime.cpu.candidates import geometry_of
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.fuse import ResidualNorm, SelfAttention
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
+from torchcram.runtime.cpu.replace_layers import geometry_of
 
 pytestmark = needs_kernels
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="this machine has no AVX-512 VNNI")

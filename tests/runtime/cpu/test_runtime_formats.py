@@ -10,11 +10,11 @@ from torch import nn
 
 from torchcram import runtime
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import candidates
-from torchcram.runtime.cpu.candidates import LayerInput, geometry_of
+from torchcram.runtime.cpu import replace_layers
 from torchcram.runtime.cpu.modules import SparseConv2d
-from torchcram.runtime.cpu.ops_conv import images_innermost, is_channels_last
+from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
+from torchcram.runtime.cpu.replace_layers import LayerInput, geometry_of
 
 pytestmark = needs_kernels
 
@@ -194,7 +194,7 @@ def timed(monkeypatch):
         inputs.append({way: call.args[-1] for way, call in work.items() if call.args})
         return {way: -i for i, way in enumerate(work)}
 
-    monkeypatch.setattr(candidates, "_race", race)
+    monkeypatch.setattr(replace_layers, "_time_in_turns", race)
     return inputs
 
 

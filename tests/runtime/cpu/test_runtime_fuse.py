@@ -81,7 +81,7 @@ def test_a_model_that_reads_a_weight_still_can():
 
 def test_large_batches_run_in_parts():
     fast = prepare(sparse_model(Blocks()), torch.randn(40, 3, 8, 8))
-    assert type(fast).__name__ == "InParts"
+    assert type(fast).__name__ == "BatchSplitter"
     assert all(m.by_images for m in fast.modules() if isinstance(m, SparseConv2d))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 import torchcram
 from torchcram.kernels.cpu import library
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
+from torchcram.runtime.cpu.modules import SparseFeedForwardInt8, SparseLinearInt8
 
 pytestmark = [
     needs_kernels,
@@ -56,7 +56,7 @@ def test_feed_forward_is_both_layers(tokens, middle):
     expected = second(functional.gelu(first(x)), residual)
     assert relative_error(both(x, residual), expected) < 0.02
     assert (both(x, residual) - expected).abs().median() < 1e-5
-    with pytest.raises(ValueError, match="do not follow one another"):
+    with pytest.raises(ValueError, match="cannot be followed by"):
         SparseFeedForwardInt8(first, first, activation="gelu")
 
 

@@ -9,11 +9,11 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.runtime.cpu.modules import SparseFeedForward, SparseLinear
-from torchcram.runtime.cpu.packing import FOURS, PAIRS, check_packed, pack_linear
+from torchcram.runtime.cpu.packing import PAIRS, QUAD_ROWS, check_packed, pack_linear
 
 pytestmark = needs_kernels
 
-FORMS = [PAIRS, FOURS]
+LAYOUTS = [PAIRS, QUAD_ROWS]
 NAN, INF = float("nan"), float("inf")
 ACTIVATIONS = [
     ("relu", functional.relu),
@@ -23,37 +23,37 @@ ACTIVATIONS = [
 ]
 
 
-def sparse_linear(x, weight, bias=None, residual=None, *, form=None, activation="none"):
-    packed = pack_linear(weight, form=form)
+def sparse_linear(x, weight, bias=None, residual=None, *, layout=None, activation="none"):
+    packed = pack_linear(weight, layout=layout)
     check_packed(packed)
     return torch.ops.torchcram.sparse_linear(x, packed, bias, residual, weight.shape[0], activation)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [*range(1, 18), 31, 33, 47, 48, 63, 64, 65, 129])
 @pytest.mark.usefixtures("each_level")
-def test_every_remainder_of_tokens(form, tokens):
+def test_every_remainder_of_tokens(layout, tokens):
     x, weight, bias = torch.randn(tokens, 37), sparse_weight(21, 37), torch.randn(21)
     expected = functional.linear(x.double(), weight.double(), bias.double())
-    assert relative_error(sparse_linear(x, weight, bias, form=form), expected) < 1e-6
+    assert relative_error(sparse_linear(x, weight, bias, layout=layout), expected) < 1e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [*range(1, 18), 63, 65, 384, 385, 400, 769])
 @pytest.mark.usefixtures("each_level")
-def test_every_remainder_of_rows(form, rows):
+def test_every_remainder_of_rows(layout, rows):
     x, weight, bias = torch.randn(19, 33), sparse_weight(rows, 33), torch.randn(rows)
     expected = functional.linear(x.double(), weight.double(), bias.double())
-    assert relative_error(sparse_linear(x, weight, bias, form=form), expected) < 1e-6
+    assert relative_error(sparse_linear(x, weight, bias, layout=layout), expected) < 1e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("inner", [1, 2, 15, 16, 17, 159, 160, 161, 175, 320, 333])
 @pytest.mark.usefixtures("each_level")
-def test_every_remainder_of_columns(form, inner):
+def test_every_remainder_of_columns(layout, inner):
     x, weight = torch.randn(20, inner), sparse_weight(18, inner)
     expected = functional.linear(x.double(), weight.double())
-    assert relative_error(sparse_linear(x, weight, form=form), expected) < 2e-6
+    assert relative_error(sparse_linear(x, weight, layout=layout), expected) < 2e-6
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,18 +61,18 @@ def test_every_remainder_of_columns(form, inner):
 def test_any_shape_and_sparsity(tokens, rows, inner, sparsity, pairs):
     x, weight = torch.randn(tokens, inner), sparse_weight(rows, inner, sparsity=sparsity)
     expected = functional.linear(x.double(), weight.double())
-    found = sparse_linear(x, weight, form=PAIRS if pairs else FOURS)
+    found = sparse_linear(x, weight, layout=PAIRS if pairs else QUAD_ROWS)
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_empty_rows_columns_and_dense_ones(form):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_empty_rows_columns_and_dense_ones(layout):
     weight = torch.randn(40, 50)
     weight[3], weight[10:20], weight[:, 7] = 0, 0, 0
     x = torch.randn(70, 50)
     expected = functional.linear(x.double(), weight.double())
-    assert relative_error(sparse_linear(x, weight, form=form), expected) < 1e-6
-    nothing = sparse_linear(x, torch.zeros(40, 50), torch.ones(40), form=form)
+    assert relative_error(sparse_linear(x, weight, layout=layout), expected) < 1e-6
+    nothing = sparse_linear(x, torch.zeros(40, 50), torch.ones(40), layout=layout)
     assert torch.equal(nothing, torch.ones(70, 40))
 
 
@@ -114,16 +114,16 @@ def reached(x, weight):
     return ((~x.isfinite()).double() @ (weight != 0).double().t()) > 0
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.usefixtures("each_level")
-def test_what_is_not_finite_reaches_the_rows_that_use_it_alone(form, bad):
+def test_what_is_not_finite_reaches_the_rows_that_use_it_alone(layout, bad):
     for rows, inner, sparsity in ((37, 200, 0.5), (22, 129, 0.8), (3, 5, 0.6), (400, 128, 0.9)):
         weight = sparse_weight(rows, inner, sparsity=sparsity)
         weight[rows // 2] = 0  # nothing but what fills up
         x = torch.randn(inner + 1, inner)
         x.diagonal().fill_(bad)  # in each token another column, in the last one none
-        found = sparse_linear(x, weight, torch.randn(rows), form=form)
+        found = sparse_linear(x, weight, torch.randn(rows), layout=layout)
         assert torch.equal(~found.isfinite(), reached(x, weight))
 
 
@@ -133,15 +133,15 @@ def test_any_columns_that_are_not_finite(rows, inner, sparsity, pairs, data):
     weight, x = sparse_weight(rows, inner, sparsity=sparsity), torch.randn(3, inner)
     for column in data.draw(st.lists(st.integers(0, inner - 1), min_size=1, max_size=5)):
         x[1, column] = data.draw(st.sampled_from([NAN, INF]))
-    found = sparse_linear(x, weight, form=PAIRS if pairs else FOURS)
+    found = sparse_linear(x, weight, layout=PAIRS if pairs else QUAD_ROWS)
     assert torch.equal(~found.isfinite(), reached(x, weight))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("each_level")
-def test_what_is_not_finite_between_two_layers(form):
+def test_what_is_not_finite_between_two_layers(layout):
     one, two, x = sparse_weight(300, 7), sparse_weight(21, 300), torch.randn(5, 7)
-    first, second = pack_linear(one, form=form), pack_linear(two, form=form)
+    first, second = pack_linear(one, layout=layout), pack_linear(two, layout=layout)
     for column in (
         0,
         1,
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="'tanh' is not one of"):
         SparseLinear(weight, None, activation="tanh")
     layer = SparseLinear(weight, None)
-    with pytest.raises(ValueError, match="do not follow one another"):
+    with pytest.raises(ValueError, match="cannot be followed by"):
         SparseFeedForward(layer, layer, activation="relu")
 
 

@@ -8,11 +8,16 @@ import torch
 from native_library import needs_kernels
 from sparse_cases import sparse_weight
 
-from torchcram.kernels.cpu import compiling, library
-from torchcram.runtime.cpu import ops_attention  # noqa: F401  registers the operator
-from torchcram.runtime.cpu.int8 import SparseFeedForwardInt8, SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
-from torchcram.runtime.cpu.packing import FOURS, PAIRS, Geometry, pack_images, pack_linear
+from torchcram.kernels.cpu import library
+from torchcram.runtime import build
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
+from torchcram.runtime.cpu.packing import PAIRS, QUAD_ROWS, Geometry, pack_images, pack_linear
 
 pytestmark = needs_kernels
 
@@ -30,8 +35,8 @@ def faulty(tmp_path_factory):
     if hasattr(library.kernels(), "torchcram_fail_allocation"):
         return library.LIBRARY
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "_COMMON", [*compiling._COMMON, "-O0"])  # quick
-        return compiling.build(tmp_path_factory.mktemp("faulty") / "kernels.so", faults=True)
+        patch.setattr(build, "_COMMON", [*build._COMMON, "-O0"])  # quick
+        return build.build(tmp_path_factory.mktemp("faulty") / "kernels.so", faults=True)
 
 
 @pytest.fixture
@@ -146,25 +151,25 @@ def test_a_thread_that_cannot_be_started_is_done_without(fail):
     assert fail(0)
 
 
-@pytest.mark.parametrize("form", [PAIRS, FOURS])
+@pytest.mark.parametrize("layout", [PAIRS, QUAD_ROWS])
 @pytest.mark.parametrize("by_images", [False, True])
-def test_in_packing(form, by_images, fail):
+def test_in_packing(layout, by_images, fail):
     torch.manual_seed(0)
     weight = sparse_weight(6, 4, 3, 3)
     if by_images:
-        errors, _ = fail_each(fail, lambda: pack_images(weight, PADDED, form=form))
+        errors, _ = fail_each(fail, lambda: pack_images(weight, PADDED, layout=layout))
     else:
-        errors, _ = fail_each(fail, lambda: pack_linear(weight, form=form))
+        errors, _ = fail_each(fail, lambda: pack_linear(weight, layout=layout))
     assert errors > 10
 
 
 def test_the_error_names_what_failed(fail):
     call = linear()
     fail(1)
-    with pytest.raises(MemoryError, match="torchcram_linear found too little memory"):
+    with pytest.raises(MemoryError, match="torchcram_linear: not enough memory"):
         call()
     fail(1)
-    with pytest.raises(MemoryError, match="torchcram_pack_linear found too little memory"):
+    with pytest.raises(MemoryError, match="torchcram_pack_linear: not enough memory"):
         SparseLinear(torch.eye(4), None)
 
 
@@ -194,11 +199,9 @@ print(torch.equal(layer(x), expected))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(
-    library.LIBRARY != compiling.LIBRARY, reason="sanitizers take more memory than the limit"
+    library.LIBRARY != build.LIBRARY, reason="sanitizers take more memory than the limit"
 )
 def test_a_process_that_may_use_no_more_memory():
     command = [sys.executable, "-W", "ignore", "-c", LIMITED]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert ran.stdout == "torchcram_pack_linear found too little memory to work in\nTrue\n", (
-        ran.stderr
-    )
+    assert ran.stdout == "torchcram_pack_linear: not enough memory\nTrue\n", ran.stderr

@@ -46,7 +46,7 @@ def test_a_bad_state_is_refused():
     layer = linear()
     state = layer.state_dict()
     state["packed"] = state["packed"][:-64]
-    with pytest.raises(ValueError, match="no packed sparse matrix"):
+    with pytest.raises(ValueError, match="not a packed sparse matrix"):
         layer.load_state_dict(state)
 
 

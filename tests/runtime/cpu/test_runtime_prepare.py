@@ -13,7 +13,7 @@ import torchcram
 from torchcram import runtime
 from torchcram.kernels.cpu import library
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import candidates
+from torchcram.runtime.cpu import replace_layers
 from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
 
 prepare_module = importlib.import_module("torchcram.runtime.cpu.prepare")
@@ -57,7 +57,9 @@ def test_the_report_says_what_was_done_and_why():
 
 @needs_kernels
 def test_a_layer_that_gets_slower_stays_dense(monkeypatch):
-    monkeypatch.setattr(candidates, "_race", lambda work: dict.fromkeys(work, 2.0) | {"dense": 1.0})
+    monkeypatch.setattr(
+        replace_layers, "_time_in_turns", lambda work: dict.fromkeys(work, 2.0) | {"dense": 1.0}
+    )
     fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
     assert not any(isinstance(m, SparseLinear) for m in fast.modules())
     (choice,) = runtime.report(fast)
@@ -79,7 +81,9 @@ def test_a_model_of_one_layer(example):
 @pytest.mark.parametrize(("dense_ms", "pays"), [(1.0, False), (1.04, False), (1.06, True)])
 def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
     monkeypatch.setattr(
-        candidates, "_race", lambda work: dict.fromkeys(work, 1.0) | {"dense": dense_ms}
+        replace_layers,
+        "_time_in_turns",
+        lambda work: dict.fromkeys(work, 1.0) | {"dense": dense_ms},
     )
     fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
     assert runtime.report(fast)[0].sparse == pays
@@ -88,9 +92,11 @@ def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
 @needs_kernels
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_model_that_gets_slower_as_a_whole_stays_dense(monkeypatch, fuse):
-    monkeypatch.setattr(candidates, "_race", lambda work: {key: -i for i, key in enumerate(work)})
     monkeypatch.setattr(
-        prepare_module, "time_models", lambda *_: candidates.ModelTimes(dense=1.5, sparse=2.25)
+        replace_layers, "_time_in_turns", lambda work: {key: -i for i, key in enumerate(work)}
+    )
+    monkeypatch.setattr(
+        prepare_module, "time_models", lambda *_: replace_layers.ModelTimes(dense=1.5, sparse=2.25)
     )
     model, x = sparse_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), torch.randn(3, 8)
     fast = prepare(model, x, fuse=fuse)
@@ -116,7 +122,7 @@ def test_a_dense_layer_is_not_measured():
 @needs_kernels
 def test_all_ways_to_run_a_layer_are_measured():
     layer = sparse_model(nn.Sequential(nn.Linear(16, 16)))[0]
-    times = candidates._measure(layer, candidates.LayerInput((4, 16)))
+    times = replace_layers._measure(layer, replace_layers.LayerInput((4, 16)))
     assert set(times) == {"dense", "sparse"}
     assert all(0 < time < float("inf") for time in times.values())
 
@@ -165,7 +171,7 @@ def test_without_an_example_convolutions_that_may_be_slower_stay_dense(why):
 @needs_kernels
 def test_the_report_says_what_was_measured_and_why_a_layer_stayed_dense(monkeypatch):
     times = iter([{"dense": 4.58, "sparse": 1.0}, {"dense": 10.0, "sparse": 12.5}])
-    monkeypatch.setattr(candidates, "_race", lambda _: next(times))
+    monkeypatch.setattr(replace_layers, "_time_in_turns", lambda _: next(times))
     model = sparse_model(nn.Sequential(nn.Conv2d(3, 4, 3)))
     (choice,) = runtime.report(prepare(model, torch.randn(1, 3, 8, 8), fuse=False))
     assert str(choice) == (
@@ -233,7 +239,7 @@ def test_layers_that_give_something_else_stay_dense(monkeypatch):
     assert torch.equal(fast(x), model(x))
     (choice,) = runtime.report(fast)
     assert not choice.sparse
-    assert choice.reason.endswith("but the outputs are others")
+    assert choice.reason.endswith("but the outputs differ")
 
 
 class Options(nn.Module):
@@ -321,7 +327,9 @@ def test_a_residual_that_is_read_again_after_it_was_added_to():
 
 @needs_kernels
 def test_the_shortcut_of_torch_stays_where_no_layer_is_sparse(monkeypatch):
-    monkeypatch.setitem(candidates.RULES, "Linear", candidates.Rule(sparsity=0.5, weights=0))
+    monkeypatch.setitem(
+        replace_layers.RULES, "Linear", replace_layers.Rule(sparsity=0.5, weights=0)
+    )
     dense = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     sparse = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     torchcram.compress_(sparse, "uniform:0.9")

@@ -81,7 +81,7 @@ def test_prepared_models_give_the_same_outputs(name, measured):
 def test_the_report_names_what_no_kernel_is_for():
     for example in (None, torch.randn(2, 4, 6, 6)):
         said = {c.name: c for c in runtime.report(prepare(SequenceNet(), example))}
-        assert said["rnn.weight_hh_l0"].reason == "no kernel is for LSTM layers"
+        assert said["rnn.weight_hh_l0"].reason == "there is no kernel for LSTM layers"
         assert said["attention.in_proj_weight"].kind == "MultiheadAttention"
         assert said["attention.out_proj"].kind == "NonDynamicallyQuantizableLinear"
         assert said["conv"].kind == "Conv1D"
@@ -94,7 +94,9 @@ def test_the_report_names_what_no_kernel_is_for():
 def test_the_report_names_zeros():
     model = compress(nn.Sequential(nn.LSTM(8, 8)), "uniform:0.75")
     said = [str(choice) for choice in runtime.report(prepare(model))]
-    assert said[0] == "0.weight_ih_l0 (LSTM, 75.0% zeros): dense, no kernel is for LSTM layers"
+    assert (
+        said[0] == "0.weight_ih_l0 (LSTM, 75.0% zeros): dense, there is no kernel for LSTM layers"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,12 @@ from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
 from torchcram.kernels.cpu import library
-from torchcram.runtime.cpu.int8 import SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseLinear,
+    SparseLinearInt8,
+)
 from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = needs_kernels

@@ -4,11 +4,17 @@ from nets import ConvNet, mlp
 from torch import nn
 
 from torchcram import NM, Quantize, compress, compressible_weights
-from torchcram.runtime.gpu import choice as gpu_choice
-from torchcram.runtime.gpu.choice import Chooser, agree
-from torchcram.runtime.gpu.prepare import count_rows, layers_of, prepare_gpu, why_left
-from torchcram.runtime.gpu.timing import count_copies
-from torchcram.runtime.onnx.integers import find_integers
+from torchcram.runtime.gpu import prepare as gpu_prepare
+from torchcram.runtime.gpu.prepare import (
+    Chooser,
+    agree,
+    count_copies,
+    count_rows,
+    prepare_gpu,
+    weight_names_by_layer,
+    why_dense,
+)
+from torchcram.runtime.integers import find_integers
 
 
 def layer_and_integers(*, bits=8):
@@ -31,10 +37,10 @@ def measured(monkeypatch):
         asked.append(kind)
         return times.get("Linear" if kind == "deepcopy" else kind)
 
-    monkeypatch.setattr(gpu_choice, "_milliseconds", milliseconds)
-    monkeypatch.setattr(gpu_choice, "gives_the_same", lambda *_: True)
-    monkeypatch.setattr(gpu_choice, "sparse_linear", lambda *_: nn.Identity())
-    gpu_choice.sparse_linear.__name__ = "sparse_linear"
+    monkeypatch.setattr(gpu_prepare, "_milliseconds", milliseconds)
+    monkeypatch.setattr(gpu_prepare, "same_outputs", lambda *_: True)
+    monkeypatch.setattr(gpu_prepare, "sparse_linear", lambda *_: nn.Identity())
+    gpu_prepare.sparse_linear.__name__ = "sparse_linear"
     return times, asked
 
 
@@ -46,7 +52,7 @@ def test_the_fastest_kernel_is_taken(measured):
     choice, faster = chooser.choose("fc", layer, 384, integers=integers)
     assert (choice.name, choice.kernel, choice.speedup) == ("fc", "int8", 2.0)
     assert choice.reason == "2:4 1.25 x dense, int8 2.00 x dense, at 384 rows"
-    assert isinstance(faster, gpu_choice.Int8Linear)
+    assert isinstance(faster, gpu_prepare.Int8Linear)
     chooser.choose("fc2", layer, 384, integers=integers)
     assert asked == ["deepcopy", "sparse_linear", "Int8Linear"]  # the same shape: measured once
     chooser.choose("fc2", layer, 16, integers=integers)
@@ -70,18 +76,18 @@ def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
     times.update(sparse_linear=0.8, Int8Linear=0.5)
     layer, integers = layer_and_integers()
     chooser, answers = Chooser(), iter([True, False])
-    monkeypatch.setattr(gpu_choice, "gives_the_same", lambda *_: next(answers))
+    monkeypatch.setattr(gpu_prepare, "same_outputs", lambda *_: next(answers))
     assert chooser.choose("one", layer, 16, integers=integers)[0].kernel == "int8"
     choice, made = chooser.choose("two", layer, 16, integers=integers)
     assert (choice.kernel, made) == ("dense", None)
-    assert choice.reason == "int8 gives something else with these weights"
+    assert choice.reason == "int8 computes other outputs with these weights"
 
 
-def test_what_gives_the_same_is_seen_from_outputs():
+def test_what_same_outputs_is_seen_from_outputs():
     layer = nn.Linear(8, 4)
     other = nn.Linear(8, 4)
-    assert gpu_choice.gives_the_same(layer, layer, 5)
-    assert not gpu_choice.gives_the_same(other, layer, 5)
+    assert gpu_prepare.same_outputs(layer, layer, 5)
+    assert not gpu_prepare.same_outputs(other, layer, 5)
 
 
 def test_what_cannot_be_run_stays_dense(measured):
@@ -89,7 +95,7 @@ def test_what_cannot_be_run_stays_dense(measured):
     choice, faster = Chooser().choose("fc", layer, 16, integers=integers)
     assert faster is None
     assert choice.speedup is None
-    assert choice.reason == "2:4, int8: cannot be run here, or gives something else"
+    assert choice.reason == "2:4, int8: fails on this GPU, or computes other outputs"
     assert measured
 
 
@@ -100,7 +106,7 @@ def test_whatever_a_kernel_raises_it_has_no_time(error):
             raise error
 
     layer, _ = layer_and_integers()
-    assert gpu_choice._milliseconds(Failing, layer, 4) is None
+    assert gpu_prepare._milliseconds(Failing, layer, 4) is None
 
 
 def test_what_does_not_fit_is_never_measured(measured):
@@ -115,7 +121,7 @@ def test_what_does_not_fit_is_never_measured(measured):
 def test_all_uses_of_a_weight_are_found():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 8, 1))
     model[1].weight = model[0].weight
-    found = layers_of(model, compressible_weights(model))
+    found = weight_names_by_layer(model, compressible_weights(model))
     assert found == {"0": "0.weight", "1": "0.weight", "2": "2.weight"}
 
 
@@ -123,11 +129,11 @@ def test_layers_that_are_not_looked_at_are_told_why():
     model = ConvNet().eval()
     counts = count_rows(model, (torch.randn(3, 4, 6, 6),))
     assert counts == {"fc": 3}
-    assert why_left("fc", model.fc, counts) is None
-    assert "Conv2d" in why_left("conv1", model.conv1, counts)
-    assert why_left("unused", model.unused, counts) == "never called on the example"
+    assert why_dense("fc", model.fc, counts) is None
+    assert "Conv2d" in why_dense("conv1", model.conv1, counts)
+    assert why_dense("unused", model.unused, counts) == "never called on the example"
     own = nn.modules.linear.NonDynamicallyQuantizableLinear(4, 4)
-    assert why_left("own", own, {"own": 1}) is None
+    assert why_dense("own", own, {"own": 1}) is None
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -149,7 +155,9 @@ def test_copies_fill_the_cache():
 
 
 def test_bad_arguments_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"dtype torch\.float32: allowed are torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be one of torch\.bfloat16, .*, got torch\.float32"
+    ):
         prepare_gpu(mlp(), (torch.randn(2, 8),), dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a CUDA device"):

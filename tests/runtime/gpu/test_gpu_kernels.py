@@ -6,9 +6,8 @@ from torch import nn
 
 from torchcram import compress, compressible_weights, parse_operator
 from torchcram.runtime.gpu import prepare_gpu
-from torchcram.runtime.gpu.choice import Chooser, agree, kernels_for
-from torchcram.runtime.gpu.timing import gpu_milliseconds
-from torchcram.runtime.onnx.integers import find_integers, quantizer_of
+from torchcram.runtime.gpu.prepare import Chooser, agree, gpu_milliseconds, kernels_for
+from torchcram.runtime.integers import find_integers, quantizer_of
 
 pytestmark = [
     pytest.mark.gpu,

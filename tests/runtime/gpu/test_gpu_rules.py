@@ -3,16 +3,18 @@ import torch
 from torch import nn
 
 from torchcram import NM, Quantize, compressible_weights
-from torchcram.runtime.gpu.layers import Int8Linear, four_bit_codes, scales_and_zeros
-from torchcram.runtime.gpu.rules import (
+from torchcram.runtime.gpu.layers import (
+    Int8Linear,
+    four_bit_codes,
     int4_group,
     int4_tiles,
     is_two_of_four,
+    scales_and_zeros,
     why_not_int4,
     why_not_int8,
     why_not_sparse,
 )
-from torchcram.runtime.onnx.integers import find_integers
+from torchcram.runtime.integers import find_integers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchcram.runtime.onnx.check import compare
+from torchcram.runtime.onnx.export import compare
 
 
 def test_the_same_is_the_same():

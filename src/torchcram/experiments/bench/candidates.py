@@ -12,14 +12,18 @@ import torch
 
 from torchcram import artifact, compress, sparsity
 from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.evaluation.evaluate import score_on_test, tune_
-from torchcram.experiments.evaluation.pruning import looks_at_data, pruned
+from torchcram.experiments.evaluation.compressed_models import (
+    looks_at_data,
+    pruned,
+    score_on_test,
+    tune_,
+)
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.evaluation.results_store import RESULT
 from torchcram.experiments.io.dataclass_io import plain
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.recipe import Recipe
-from torchcram.experiments.training.build import build_initial_model, target_weights
+from torchcram.experiments.recipe.build import build_initial_model, target_weights
+from torchcram.experiments.results_store import RESULT
 from torchcram.experiments.training.run_folder import DataInfo
 from torchcram.experiments.training.trainer import Trained, load_trained
 from torchcram.pruners import parse_pruner
@@ -29,9 +33,8 @@ if TYPE_CHECKING:
 
     from torchcram import Operator, Weights
     from torchcram.artifact import Manifest
-    from torchcram.experiments.data.images import AnyData
+    from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.trainer import Trained
-
 
 CPU = torch.device("cpu")
 Report = Callable[[str], None]
@@ -82,7 +85,7 @@ def read_targets(targets: Sequence[str]) -> dict[str, Operator]:
 
 def candidates_of_run(
     trained: Trained,
-    data: AnyData,
+    data: Dataset,
     targets: Sequence[str],
     *,
     device: torch.device,
@@ -115,7 +118,7 @@ def candidates_of_run(
 
 
 def one_shot_model(
-    trained: Trained, operator: Operator, data: AnyData, *, device: torch.device
+    trained: Trained, operator: Operator, data: Dataset, *, device: torch.device
 ) -> nn.Module:
     """Returns a compressed copy of a trained model, as `one_shot` measures it."""
     recipe, seed = trained.recipe, trained.info.seed
@@ -147,7 +150,7 @@ class Source(Protocol):
         """The recipe that the models were trained by."""
 
     def candidates(
-        self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
+        self, data: Dataset, *, device: torch.device, accuracy: bool, report: Report
     ) -> Iterator[Candidate]:
         """Yields the models, the dense one first.
 
@@ -168,7 +171,7 @@ class RunSource:
     targets: tuple[str, ...]
 
     def candidates(
-        self, data: AnyData, *, device: torch.device, accuracy: bool, report: Report
+        self, data: Dataset, *, device: torch.device, accuracy: bool, report: Report
     ) -> Iterator[Candidate]:
         """Yields the trained model, and compressed copies of it."""
         trained = load_trained(self.folder, device)
@@ -189,7 +192,7 @@ class FileSource:
 
     def candidates(
         self,
-        data: AnyData,
+        data: Dataset,
         *,
         device: torch.device,  # noqa: ARG002  nothing is compressed or tested
         accuracy: bool,
@@ -210,7 +213,7 @@ class FileSource:
         name, size = text or self.path.name, self.path.stat().st_size
         yield Candidate(name, small, operator, weights, _fraction(metrics, "after"), size)
 
-    def _model(self, data: AnyData) -> nn.Module:
+    def _model(self, data: Dataset) -> nn.Module:
         classes = len(data.classes)
         return build_initial_model(self.recipe, classes=classes, seed=0, pretrained=False).eval()
 
@@ -243,7 +246,7 @@ def open_source(path: Path, targets: Sequence[str]) -> Source:
     return FileSource(path, Recipe.from_dict(recipe_in_file, str(path)), manifest)
 
 
-def _require_data(trained: Trained, data: AnyData) -> None:
+def _require_data(trained: Trained, data: Dataset) -> None:
     info = trained.info
     if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
         raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")

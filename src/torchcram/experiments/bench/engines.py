@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchcram.experiments.bench.candidates import Candidate
-    from torchcram.experiments.bench.timer import Work
-
 
 CPU_ENGINES = ("torch", "compiled", "onnxruntime", "torchcram", "torchcram-compiled")
 DEFAULT = CPU_ENGINES[:4]
 GPU_ENGINES = ("torch", "compiled", "torchcram")
 DTYPE = torch.bfloat16  # on a GPU
+
+Work = Callable[[], object]
+"""Computes something, and returns when it is done."""
 
 
 class UnableError(Exception):

@@ -16,20 +16,16 @@ from torchcram import artifact
 from torchcram.experiments.bench.engines import UnableError, cpu_engines, gpu_engines
 from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Timing
 from torchcram.experiments.bench.timer import timings_of
-from torchcram.experiments.data.images import make_batches
-from torchcram.experiments.data.text.batches import TextBatches
-from torchcram.experiments.data.text.datasets import TextSet
-from torchcram.experiments.training.run_folder import save_model
-from torchcram.experiments.versions import machine_name, versions
+from torchcram.experiments.io.weights import save_model
+from torchcram.experiments.machine import machine_name, versions
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from torchcram.experiments.bench.candidates import Candidate, Report
-    from torchcram.experiments.data.images import AnyData
     from torchcram.experiments.recipe import Recipe
-
+    from torchcram.experiments.tasks import Dataset
 
 ROUNDS = 25
 SECONDS = 60.0  # of the rounds of a setting, about, where their number is not given
@@ -65,7 +61,7 @@ class Plan:
 def run_bench(
     candidates: Iterable[Candidate],
     recipe: Recipe,
-    data: AnyData,
+    data: Dataset,
     *,
     plan: Plan,
     device: torch.device,
@@ -115,7 +111,7 @@ def run_bench(
         title=recipe.title,
         data=data.name,
         metric=recipe.metric,
-        unit="sequences" if isinstance(data, TextSet) else "images",
+        unit=recipe.build_task().unit,
         device=device.type,
         machine=machine_name(device),
         versions=_versions(),
@@ -150,7 +146,7 @@ def _versions() -> dict[str, str]:
     return packages
 
 
-def example_batch(recipe: Recipe, data: AnyData, size: int) -> Tensor:
+def example_batch(recipe: Recipe, data: Dataset, size: int) -> Tensor:
     """Returns a batch of test inputs as the model gets them, on the CPU.
 
     Images are the first ones of the test split. Texts are those of medium length, padded to the
@@ -164,28 +160,7 @@ def example_batch(recipe: Recipe, data: AnyData, size: int) -> Tensor:
     Raises:
         ValueError: If the test split is smaller than the batch.
     """
-    if not 1 <= size <= len(data.test):
-        unit = "sequences" if isinstance(data, TextSet) else "images"
-        raise ValueError(f"batch {size}: {data.name!r} has 1 to {len(data.test)} test {unit}")
-    if isinstance(data, TextSet):
-        lengths = data.test.lengths
-        order = lengths.argsort(stable=True)
-        begin = (len(order) - size) // 2
-        chosen = order[begin : begin + size]
-        batches = TextBatches(data.test, batch_size=size, device="cpu", seed=0, train=False)
-        return batches.at(chosen, int(lengths[chosen].max()))[0]
-    batches_of_images = make_batches(
-        data,
-        train=False,
-        batch_size=size,
-        augment=recipe.data.augment,
-        device=torch.device("cpu"),
-        seed=0,
-        image_size=recipe.data.image_size,
-        workers=0,
-    )
-    images, _ = next(iter(batches_of_images.epoch(0)))
-    return images.contiguous()
+    return recipe.build_task().example(data, size)
 
 
 class Files:

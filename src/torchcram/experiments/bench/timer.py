@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from torchcram.experiments.bench.engines import Engine, PreparedRun, UnableError
+from torchcram.experiments.bench.engines import Engine, PreparedRun, UnableError, Work
 from torchcram.experiments.bench.record import Times, Timing
 
 if TYPE_CHECKING:
     from torchcram.experiments.bench.candidates import Candidate
 
-
 Key = TypeVar("Key", bound=Hashable)
-Work = Callable[[], object]
 
 WARM_UP = 2  # rounds that do not count
 LEAST = 5  # rounds, however long they take

@@ -13,7 +13,7 @@ from torchcram.experiments.io import json_text
 from torchcram.experiments.io.dataclass_io import require
 from torchcram.experiments.io.dict_diff import differences
 from torchcram.experiments.io.files import write_atomically
-from torchcram.experiments.tasks.score import ACCURACY
+from torchcram.experiments.tasks import ACCURACY
 
 if TYPE_CHECKING:
     from torchcram.experiments.recipe import Recipe
@@ -184,7 +184,7 @@ def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Resul
     earlier = () if result is None else result.seeds
     others = [one for one in earlier if one.seed != seed.seed]
     return Result(
-        task=recipe.task,
+        task=recipe.task_name,
         model=recipe.architecture,
         method=recipe.method,
         title=recipe.title,

@@ -1,1 +1,1 @@
-"""Strict dataclasses from YAML and JSON, atomic files, locks."""
+"""Reading and writing: strict dataclasses from YAML and JSON, atomic files, locks."""

@@ -1,6 +1,6 @@
-"""Plain data, as YAML and JSON give it, to frozen dataclasses and back; strictly.
+"""Strict conversion between frozen dataclasses and plain data as YAML and JSON have it.
 
-Fields are str, int, float, bool, Any, another dataclass, `X | None`, `tuple[X, ...]` or
+A field may be a str, int, float, bool, Any, another dataclass, `X | None`, `tuple[X, ...]` or
 `dict[str, X]`.
 """
 
@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
-UNLESS_DEFAULT = {
-    "written": "unless default"
-}  # metadata of a field that is left out at its default
-SHOWN = 80  # characters of a wrong value that a message repeats
+UNLESS_DEFAULT = {"written": "unless default"}
+"""Metadata of a field that `plain` leaves out where it has its default value."""
+
+_LONGEST = 80  # characters of a wrong value that a message repeats
 
 
 class BadValue(ValueError):  # noqa: N818
-    """Something is not allowed where it stands.
+    """A value that is not allowed, or a key.
 
     Args:
-        key: where, as dotted names.
-        problem: what is wrong, to be read after the key.
-        allowed: what would be right.
+        key: Dotted name of the key.
+        problem: Phrase that follows the key in the message: "is -1".
+        allowed: Description of the allowed values: "at least 0".
     """
 
     def __init__(self, key: str, problem: str, allowed: str) -> None:
@@ -39,15 +41,16 @@ class BadValue(ValueError):  # noqa: N818
 
 
 def build(kind: type[T], data: object, where: str) -> T:
-    """Makes a `kind` out of `data`, which is to have its keys and types exactly.
+    """Builds a dataclass from a mapping that has exactly its keys and types.
 
     Args:
-        kind: a dataclass. Its `__post_init__` refuses values by raising `BadValue`.
-        data: a mapping; sections of dataclasses are mappings in turn, tuples are lists.
-        where: what the data is from, a file say, for messages.
+        kind: Dataclass to build. Its `__post_init__` refuses values by raising `BadValue`.
+        data: Mapping of its fields; dataclasses in it are mappings too, tuples are lists.
+        where: Origin of the data, such as a file name, for messages.
 
     Raises:
-        ValueError: naming `where`, the key, what was given and what is allowed.
+        ValueError: If a key or a value is not allowed; the message names `where`, the key, what was
+            given and what is allowed.
     """
     try:
         return cast(T, _section(kind, data, ""))
@@ -56,59 +59,86 @@ def build(kind: type[T], data: object, where: str) -> T:
 
 
 def plain(value: object) -> Any:  # noqa: ANN401
-    """Returns a dataclass as what `build` makes it from: mappings, lists and scalars."""
-    if dataclasses.is_dataclass(value):
-        pairs = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {
-            field.name: plain(found)
-            for field, found in pairs
-            if field.metadata != UNLESS_DEFAULT or found != field.default
-        }
-    if isinstance(value, tuple):
+    """Returns a dataclass as mappings, lists and scalars, from which `build` makes it again."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return value
+    if not dataclasses.is_dataclass(value):
+        return value
+    items = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return {
+        field.name: plain(item)
+        for field, item in items
+        if field.metadata != UNLESS_DEFAULT or item != field.default
+    }
 
 
-def require(holds: bool, key: str, given: object, allowed: str) -> None:
-    """Raises `BadValue` unless `holds`."""
+def require(holds: bool, key: str, value: object, allowed: str) -> None:
+    """Raises `BadValue` unless a condition holds.
+
+    Args:
+        holds: Condition.
+        key: Dotted name of the key.
+        value: Value of the key, for the message.
+        allowed: Description of the allowed values.
+    """
     if not holds:
-        raise BadValue(key, f"is {shown(given)}", allowed)
+        raise BadValue(key, f"is {shown(value)}", allowed)
 
 
-def require_one_of(key: str, given: str, allowed: Iterable[str]) -> None:
-    """Raises `BadValue` unless `given` is among `allowed`."""
+def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
+    """Raises `BadValue` unless a value is one of those allowed."""
     names = list(allowed)
-    if given not in names:
-        problem = f"is {shown(given)}{did_you_mean(given, names)}"
+    if value not in names:
+        problem = f"is {shown(value)}{did_you_mean(value, names)}"
         raise BadValue(key, problem, ", ".join(names))
 
 
-def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """Returns a question that names the one of `names` most like `given`, or an empty text."""
-    close = difflib.get_close_matches(given, list(names), n=1)
+def require_pattern(key: str, pattern: str | None) -> None:
+    """Raises `BadValue` unless `pattern` is a regular expression or None."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise BadValue(key, f"is {pattern!r}: {error}", "a regular expression, or null") from None
+
+
+def require_plain(key: str, args: Mapping[str, Any]) -> None:
+    """Raises `BadValue` unless arguments are what YAML and JSON write alike."""
+    try:
+        same = json.loads(json.dumps(args, allow_nan=False)) == args
+    except (TypeError, ValueError):
+        same = False
+    allowed = "texts, finite numbers, true, false, null, and lists and sections of them"
+    require(same, key, args, allowed)
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Returns " (did you mean 'x'?)" with the name most similar to a text, or an empty text."""
+    close = difflib.get_close_matches(text, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def shown(given: object) -> str:
-    """Returns `given` for a message, cut if it is long."""
-    text = repr(given)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+def shown(value: object) -> str:
+    """Returns a value for a message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _section(kind: Any, given: object, key: str) -> object:  # noqa: ANN401
+def _section(kind: Any, data: object, key: str) -> object:  # noqa: ANN401
+    """Builds the dataclass `kind` from the mapping `data`, which is at the dotted name `key`."""
     hints = get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    if not isinstance(given, Mapping):
-        allowed = f"a section with the keys {', '.join(fields)}"
-        raise BadValue(key or "the whole", f"is {shown(given)}", allowed)
-    for name in given:
+    if not isinstance(data, Mapping):
+        raise BadValue(key or "the document", f"is {shown(data)}", _described(kind))
+    for name in data:
         if name not in fields:
             problem = f"is no known key{did_you_mean(str(name), fields)}"
             raise BadValue(_under(key, str(name)), problem, ", ".join(fields))
     values = {}
     for name, field in fields.items():
-        if name in given:
-            values[name] = _value(hints[name], given[name], _under(key, name))
+        if name in data:
+            values[name] = _value(hints[name], data[name], _under(key, name))
         elif field.default is field.default_factory is dataclasses.MISSING:
             raise BadValue(_under(key, name), "is missing", _described(hints[name]))
     try:
@@ -117,35 +147,37 @@ def _section(kind: Any, given: object, key: str) -> object:  # noqa: ANN401
         raise BadValue(_under(key, error.key), error.problem, error.allowed) from None
 
 
-def _value(kind: Any, given: object, key: str) -> object:  # noqa: ANN401
+def _value(kind: Any, value: object, key: str) -> object:  # noqa: ANN401
+    """Returns a value as the type `kind` of its field has it."""
     if dataclasses.is_dataclass(kind):
-        return _section(kind, given, key)
+        return _section(kind, value, key)
     inner = get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
-        return None if given is None else _value(_without_none(inner), given, key)
+        return None if value is None else _value(_without_none(inner), value, key)
     if get_origin(kind) is tuple:
-        require(isinstance(given, (list, tuple)), key, given, _described(kind))
-        items = enumerate(cast("list[object]", given))
-        return tuple(_value(inner[0], item, f"{key}[{place}]") for place, item in items)
+        require(isinstance(value, (list, tuple)), key, value, _described(kind))
+        items = enumerate(cast("list[object]", value))
+        return tuple(_value(inner[0], item, f"{key}[{index}]") for index, item in items)
     if get_origin(kind) is dict:
-        require(isinstance(given, Mapping), key, given, _described(kind))
-        pairs = cast("Mapping[object, object]", given).items()
+        require(isinstance(value, Mapping), key, value, _described(kind))
+        pairs = cast("Mapping[object, object]", value).items()
         return {_value(str, name, key): _value(inner[1], v, f"{key}.{name}") for name, v in pairs}
     accepts, allowed = _SCALARS[kind]
-    require(accepts(given), key, given, allowed)
-    return float(cast(float, given)) if kind is float else given
+    require(accepts(value), key, value, allowed)
+    return float(cast(float, value)) if kind is float else value
 
 
 def _described(kind: Any) -> str:  # noqa: ANN401
-    """Says what a field of this type may hold."""
+    """Describes the values that a field of a type may have."""
     if dataclasses.is_dataclass(kind):
-        return f"a section with the keys {', '.join(f.name for f in dataclasses.fields(kind))}"
+        names = ", ".join(field.name for field in dataclasses.fields(kind))
+        return f"a section with the keys {names}"
     if get_origin(kind) in (Union, types.UnionType):
         return f"{_described(_without_none(get_args(kind)))}, or null"
     if get_origin(kind) is tuple:
-        return f"a list, of which each is {_described(get_args(kind)[0])}"
+        return f"a list in which each item is {_described(get_args(kind)[0])}"
     if get_origin(kind) is dict:
-        return f"a section, of which each is {_described(get_args(kind)[1])}"
+        return f"a section in which each value is {_described(get_args(kind)[1])}"
     return _SCALARS[kind][1]
 
 
@@ -158,23 +190,23 @@ def _under(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def _is_integer(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool)
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(given: object) -> bool:
-    if not isinstance(given, (int, float)) or isinstance(given, bool):
+def _is_number(value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
-        return math.isfinite(given)
-    except OverflowError:  # an integer beyond all floats
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
         return False
 
 
 _SCALARS: dict[Any, tuple[Callable[[object], bool], str]] = {
-    bool: (lambda given: isinstance(given, bool), "true or false"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
     int: (_is_integer, "an integer"),
     float: (_is_number, "a finite number"),
-    str: (lambda given: isinstance(given, str), "a text"),
+    str: (lambda value: isinstance(value, str), "a text"),
     Any: (lambda _: True, "anything"),
 }

@@ -1,4 +1,4 @@
-"""In what two nested mappings differ: recipes, or what runs are."""
+"""Differences between nested mappings, such as recipes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,41 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested keys as dotted names: {"cram": {"rho": 0.1}} as {"cram.rho": 0.1}."""
-    return dict(_flat(recipe, ""))
+    return dict(_flat(mapping, ""))
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the dotted names of the keys that are not the same in both."""
-    first, second = flat(one), flat(other)
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Returns the dotted names of the keys whose values differ or that only one mapping has."""
+    ours, theirs = flat(first), flat(second)
     missing = object()
-    keys = dict.fromkeys([*first, *second])
-    return [key for key in keys if first.get(key, missing) != second.get(key, missing)]
+    keys = dict.fromkeys([*ours, *theirs])
+    return [key for key in keys if ours.get(key, missing) != theirs.get(key, missing)]
 
 
-def explain_differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """Returns what differs in words: ["cram.rho is 0.1, not 0.05"]."""
-    ours, theirs = flat(found), flat(asked)
-    return [_difference(key, ours, theirs) for key in differences(found, asked)]
+def explain_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Returns a phrase for each difference: ["cram.rho is 0.1, not 0.05"].
+
+    Args:
+        stored: Mapping of an earlier run or of another process.
+        current: Mapping that it is compared with.
+    """
+    theirs, ours = flat(stored), flat(current)
+    return [_explain(key, theirs, ours) for key in differences(stored, current)]
 
 
-def _flat(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield above + key, value
+            yield prefix + key, value
 
 
-def _difference(key: str, found: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    if key not in found:
-        return f"{key} is not there, but {asked[key]!r} here"
-    if key not in asked:
-        return f"{key} is {found[key]!r}, but not given here"
-    return f"{key} is {found[key]!r}, not {asked[key]!r}"
+def _explain(key: str, stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    if key not in stored:
+        return f"{key} is not there, but {current[key]!r} here"
+    if key not in current:
+        return f"{key} is {stored[key]!r}, but not given here"
+    return f"{key} is {stored[key]!r}, not {current[key]!r}"

@@ -1,4 +1,4 @@
-"""Folders that one process works in at a time, and what a killed process leaves behind."""
+"""Files and folders: their names, atomic writes, locks, and leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,38 @@ from pathlib import Path
 from torchcram import files
 from torchcram.files import SUFFIX, remove_if_dead, temporary_folder
 
-_CODE = re.compile(r"os error (\d+)|code: (\d+)")  # in what safetensors says
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_ERROR_NUMBER = re.compile(r"os error (\d+)|code: (\d+)")  # in messages of safetensors
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+
+
+def slug(text: str, keep: str = "") -> str:
+    """Returns a text as part of a file name: "global:0.9" as "global-0.9".
+
+    Args:
+        text: Any text, such as that of an operator.
+        keep: Characters that stay, besides letters, digits, ".", "_" and "-".
+    """
+    return re.sub(rf"[^A-Za-z0-9._{re.escape(keep)}-]+", "-", text)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """As `torchcram.files.write_atomically`, with errors that name the file."""
+    """Writes a file as `torchcram.files.write_atomically` does, with errors that name the file."""
     with naming_errors(path):
         files.write_atomically(path, content)
 
 
 @contextmanager
 def naming_errors(path: Path | str) -> Iterator[None]:
-    """Names a file in errors of the system that name none, or one that is temporary.
+    """Adds the file to operating-system errors that name no file, or a temporary one.
 
-    Where a disk is full, the system does not say for which file. safetensors raises errors of its
-    own, which become those of the system.
+    When a disk is full, for instance, the error does not name the file. Errors of safetensors that
+    come from the operating system become `OSError`.
 
     Args:
         path: Path of the file that the `with` block writes.
 
     Raises:
-        OSError: For every error of the system, with the file.
+        OSError: If the operating system reports an error; it names the file.
     """
     try:
         yield
@@ -46,18 +56,19 @@ def naming_errors(path: Path | str) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
-        code = _CODE.search(str(error)) if type(error).__name__ == "SafetensorError" else None
-        if code is None:
+        is_theirs = type(error).__name__ == "SafetensorError"
+        match = _ERROR_NUMBER.search(str(error)) if is_theirs else None
+        if match is None:
             raise
-        number = int(code[1] or code[2])
+        number = int(match[1] or match[2])
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Removes what killed processes have left in a folder; what living ones write stays.
+    """Removes temporary files of killed processes from a folder; those of living ones stay.
 
     Args:
-        folder: Folder to look in; it need not be there.
+        folder: Folder to look in; it need not exist.
         name: Name of the file or folder that was being written; by default any.
     """
     pattern = f".{'*' if name is None else glob.escape(name)}.[0-9]*{SUFFIX}"
@@ -67,26 +78,30 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 @contextmanager
 def folder_written_aside(path: Path) -> Iterator[Path]:
-    """Fills a folder in a `with` block; `path` has all of the new files at once, or none.
+    """Writes the files of a folder atomically: after the `with` block all are there, or none.
 
-    Files and folders of other names that were in `path` stay there. On Linux the exchange is one
-    step; elsewhere a process that is killed between two steps leaves no folder.
+    The block writes into the temporary folder that it gets. Other files and folders that were in
+    `path` stay there. On Linux the folders are exchanged in one step; elsewhere in two, and a
+    process that is killed between them leaves no folder at `path`.
 
     Args:
-        path: Path of the folder, which need not be there.
+        path: Path of the folder, which need not exist.
+
+    Yields:
+        Temporary folder to write into.
     """
     path = path.resolve()
     with temporary_folder(path) as folder, naming_errors(path):
         aside = folder / "new"
         aside.mkdir()
         yield aside
-        for written in aside.rglob("*"):
-            if written.is_file():
-                _sync(written)
+        for entry in aside.rglob("*"):
+            if entry.is_file():
+                _sync(entry)
         if not path.exists():
             aside.rename(path)
         else:
-            new = {written.name for written in aside.iterdir()}
+            new = {entry.name for entry in aside.iterdir()}
             shutil.copytree(
                 path,
                 aside,
@@ -101,75 +116,84 @@ def folder_written_aside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, *, patience: float = 0) -> Iterator[None]:
-    """Keeps other processes out of `folder` for a `with` block; a killed one lets go of it.
+    """Locks a folder against other processes for a `with` block.
+
+    The lock ends with the process, also when it is killed. On Windows nothing is locked.
 
     Args:
-        folder: made if it is not there.
-        patience: seconds to wait for another process to leave it.
+        folder: Folder to lock, which is made if it does not exist.
+        patience: Seconds to wait for a process that holds the lock.
 
     Raises:
-        ValueError: if another process is in it.
+        ValueError: If another process holds the lock.
     """
     try:
         import fcntl
-    except ImportError:  # Windows: nothing is kept out
+    except ImportError:  # Windows
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("wb") as file:
-        late = time.monotonic() + patience
+        deadline = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() >= late:
-                    said = f"{folder}: another process is working in this folder"
-                    raise ValueError(said) from None
+                if time.monotonic() >= deadline:
+                    problem = f"{folder}: another process is working in this folder"
+                    raise ValueError(problem) from None
                 time.sleep(0.1)
         yield
 
 
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block; leaves no file behind."""
+    """Lets one process at a time into the `with` block; the others wait.
+
+    Unlike `locked`, it makes no lock file in the folder. On Windows nobody waits.
+
+    Args:
+        folder: Folder that the processes share, which is made if it does not exist.
+    """
     try:
         import fcntl
-    except ImportError:  # Windows: nobody waits
+    except ImportError:  # Windows
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with _opened(folder) as number:
-        with suppress(OSError):  # a network file system may not know locks of folders
-            fcntl.flock(number, fcntl.LOCK_EX)
+    with _opened(folder) as descriptor:
+        with suppress(OSError):  # network file systems may not support locks on folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    number = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield number
+        yield descriptor
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
-    with _opened(path) as number:
-        os.fsync(number)
+    """Flushes a file, or the entries of a folder, to the disk."""
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without such links
+    except OSError:  # a file system without hard links
         shutil.copy2(source, target)
 
 
 def _exchange(new: Path, old: Path, trash: Path) -> None:
-    """Gives `new` the name of the folder `old`, and the other way round or to `trash`."""
-    swap = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    if swap is None or swap(_HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE):
+    """Moves the folder `new` to `old`, and `old` to `new` or, where that fails, to `trash`."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    paths = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old))
+    if rename is None or rename(*paths, _RENAME_EXCHANGE) != 0:
         old.rename(trash)
         new.rename(old)

@@ -1,4 +1,4 @@
-"""YAML for recipes: safe, strict, and with 5e-4 for a number."""
+"""Safe and strict YAML for recipes, in which 5e-4 is a number."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import yaml
 from torchcram.experiments.io.dataclass_io import shown
 
 _FLOAT = "tag:yaml.org,2002:float"
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")  # YAML 1.1 asks for 5.0e-4
+_CONSTRUCTOR_ERRORS = (  # of PyYAML for a value that its tag does not allow; they name no line
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+)
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")  # YAML 1.1 wants 5.0e-4
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that appears twice, and anchors, which could make data that has no end."""
+    """Loader that refuses duplicate keys, and aliases, by which data could contain itself."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:  # noqa: ANN401
         if self.check_event(yaml.AliasEvent):
-            reader: Any = self  # whose stubs have no types
-            mark = reader.peek_event().start_mark
+            parser: Any = self  # the stubs of PyYAML have no type for peek_event
+            mark = parser.peek_event().start_mark
             raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
         try:
             return super().construct_object(node, deep)
-        except (
-            ValueError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            TypeError,
-            OverflowError,
-        ) as error:
-            # of PyYAML's own, for a value that is not what its tag says; they name no line
+        except _CONSTRUCTOR_ERRORS as error:
             problem = f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}"
             if isinstance(error, ValueError):
                 problem += f", {error}"
@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts a text that reads like a number into quotes."""
+    """Dumper that indents lists; the resolver below makes it quote texts such as 5e-4."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
         super().increase_indent(flow, False)
@@ -67,40 +67,45 @@ def parse(text: str, where: str) -> Any:  # noqa: ANN401
     """Reads one YAML document.
 
     Args:
-        text: of the document; an empty one is None.
-        where: what it is from, for messages.
+        text: Text of the document.
+        where: Origin of the text, such as a file name, for messages.
+
+    Returns:
+        Mappings, lists and scalars; None for an empty document.
 
     Raises:
-        ValueError: naming `where`, the line and the problem.
+        ValueError: If the text is not YAML; the message names `where`, the line and the problem.
     """
     try:
         loader = _Loader(text)
-        loader.name = where  # what marks in messages say
+        loader.name = where  # messages with a line number begin with it
         return loader.get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def dump(data: object) -> str:
-    """Writes plain data as YAML, which `parse` reads back."""
+    """Writes plain data as YAML that `parse` reads back."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
     return text
 
 
 def merged(base: object, over: object) -> Any:  # noqa: ANN401
-    """Returns `base` with the values of `over` put in; mappings merge, all else is replaced."""
+    """Returns `base` changed by `over`: mappings are merged, all other values are replaced."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     return {**base, **{key: merged(base.get(key), value) for key, value in over.items()}}
 
 
 def override(data: object, texts: Sequence[str]) -> Any:  # noqa: ANN401
-    """Returns `data` with overrides such as "cram.rho=0.1" put in, one after another.
+    """Returns data changed by overrides such as "cram.rho=0.1", one after another.
 
-    The value is YAML. A section on the way that is not there is made.
+    Args:
+        data: Nested mappings; sections that a key passes through are made where they are missing.
+        texts: Overrides of the form KEY=VALUE, whose values are YAML.
 
     Raises:
-        ValueError: naming the override that cannot be read.
+        ValueError: If an override cannot be read; the message names it.
     """
     for text in texts:
         key, equals, value = text.partition("=")

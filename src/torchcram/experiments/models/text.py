@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.experiments.data.text.datasets import CONTEXT
+from torchcram.experiments.data.text.formats import SQUAD, TEXT_FORMATS
 from torchcram.experiments.models.factories import is_factory
-from torchcram.experiments.tasks.text_formats import SQUAD, TASKS
 from torchcram.files import let_read, written_aside
 
 MINILM = "minilm-l6"
@@ -184,7 +184,7 @@ class TextModel(nn.Module):
 
     Args:
         model: with a head for answers or for classes.
-        task: one of `TASKS`.
+        task: one of `TEXT_FORMATS`.
     """
 
     def __init__(self, model: nn.Module, task: str) -> None:
@@ -258,7 +258,7 @@ def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
 
     Args:
         name: as `find_model` takes it.
-        task: one of `TASKS`.
+        task: one of `TEXT_FORMATS`.
         pretrained: with the weights of the folder; else freshly initialised.
 
     Raises:
@@ -271,7 +271,7 @@ def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
     if task == SQUAD:
         kind = transformers.AutoModelForQuestionAnswering
     with _named(name, task), _quiet():
-        labels = len(TASKS[task].classes)
+        labels = len(TEXT_FORMATS[task].classes)
         config = transformers.AutoConfig.from_pretrained(source, num_labels=labels)
         # a model in half precision is trained, and read again, in full
         if not pretrained:

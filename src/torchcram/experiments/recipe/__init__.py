@@ -1,19 +1,19 @@
 """Recipes: a training and the compressions after it, as YAML files with a strict schema."""
 
+from torchcram.experiments.data.config import DataConfig, TextConfig
+from torchcram.experiments.models.config import ModelConfig
 from torchcram.experiments.recipe.loading import load_recipe, recipe_names
 from torchcram.experiments.recipe.schema import (
     CompressConfig,
     CramConfig,
-    DataConfig,
     DistillConfig,
-    ModelConfig,
     OptimizerConfig,
     Recipe,
     ScheduleConfig,
     StopConfig,
-    TextConfig,
     TrainConfig,
 )
+from torchcram.experiments.tasks import TaskConfig
 
 __all__ = [
     "CompressConfig",
@@ -25,6 +25,7 @@ __all__ = [
     "Recipe",
     "ScheduleConfig",
     "StopConfig",
+    "TaskConfig",
     "TextConfig",
     "TrainConfig",
     "load_recipe",

@@ -1,25 +1,35 @@
-"""Recipes made out of other recipes."""
+"""Changes to recipes: overrides, other targets, fine-tuning and transfer."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torchcram.experiments.io import yaml_text
-from torchcram.experiments.recipe import Recipe
-from torchcram.experiments.recipe.schema import StopConfig
+from torchcram.experiments.io.files import slug
+from torchcram.experiments.recipe.schema import Recipe, StopConfig
 from torchcram.pruners import parse_pruner
 
+Overrides = tuple[str, ...]
+"""Settings on top of a recipe, such as ("cram.rho=0.1", "train.epochs=3")."""
+
 DENSE = "dense"  # in place of an operator: no compression
-FINETUNE = "-finetune-"  # in the name of a recipe, followed by the target
-DISTILLED = f"{FINETUNE}distilled-"  # the same, where the dense model was the teacher
-TEXT_EPOCHS, TEXT_LR = 2, 5e-5  # with texts, as CrAM has it for BERT
-TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
+FINETUNE = "-finetune-"  # in names of fine-tuned recipes, before the target
+DISTILLED = f"{FINETUNE}distilled-"  # the same, where the dense model is the teacher
+LONGEST = 100  # characters of a folder's name
+_SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # settings that are their own folder name
 
 
 def with_epochs(recipe: Recipe, epochs: int | None) -> Recipe:
-    """Returns the recipe with so many epochs and no more of warm-up; None leaves it as it is."""
+    """Returns a recipe with another number of epochs and a warm-up that is no longer than that.
+
+    Args:
+        recipe: Recipe to change.
+        epochs: Number of epochs; None leaves the recipe unchanged.
+    """
     if epochs is None:
         return recipe
     return replace(
@@ -30,54 +40,59 @@ def with_epochs(recipe: Recipe, epochs: int | None) -> Recipe:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Returns the recipe with overrides such as "cram.rho=0.1" put in.
+    """Returns a recipe changed by overrides such as "cram.rho=0.1".
 
     Raises:
-        ValueError: naming the key, what was given and what is allowed.
+        ValueError: If a key or a value is not allowed; the message names the key, what was given
+            and what is allowed.
     """
     data = yaml_text.override(recipe.to_dict(), overrides)
     return Recipe.from_dict(data, f"{recipe.name}, with {' '.join(overrides)}")
 
 
 def with_targets(recipe: Recipe, targets: Sequence[str]) -> Recipe:
-    """Returns the recipe with other targets to compress to."""
+    """Returns a recipe with other targets to compress to."""
     return replace(recipe, compress=replace(recipe.compress, to=tuple(targets)))
 
 
 def finetune_recipe(
     recipe: Recipe, at: str, *, epochs: int | None = None, overrides: Sequence[str] = ()
 ) -> Recipe:
-    """Returns the recipe for training on: the same data, plain steps, a tenth of everything.
+    """Returns the recipe that fine-tunes a compressed model on the data it was trained on.
 
-    With texts it is two epochs, at most those of `recipe`, from 5e-5, ended early.
+    It takes plain steps of the base optimizer, for a tenth of the epochs from a tenth of the
+    learning rate. For language models it takes two epochs, or as many as `recipe` has if that is
+    fewer, from a learning rate of 5e-5, with early stopping.
 
     Args:
-        recipe: by which the model was trained.
-        at: operator as text, or "dense".
-        epochs: instead of a tenth of those of `recipe`, at least one.
-        overrides: on top of it, such as "optimizer.lr=0.01".
+        recipe: Recipe that the model was trained by.
+        at: Operator that the model is compressed by, as text, or "dense".
+        epochs: Number of epochs; by default as above, and at least one.
+        overrides: Further changes, such as "optimizer.lr=0.01".
     """
     at = read_at(at)
-    before, lr = recipe.train.epochs, recipe.optimizer.lr
-    train = replace(recipe.train, epochs=max(1, before // TENTH))
-    if recipe.text is not None:
-        train = replace(train, epochs=min(TEXT_EPOCHS, before), early_stopping=StopConfig())
-    shorter = replace(
+    defaults = recipe.build_task().finetuning(recipe.train.epochs, recipe.optimizer.lr)
+    train = replace(recipe.train, epochs=defaults.epochs)
+    if defaults.early_stopping:
+        train = replace(train, early_stopping=StopConfig())
+    tuning = replace(
         recipe,
-        name=f"{recipe.name}{FINETUNE}{as_name(at)}",
+        name=f"{recipe.name}{FINETUNE}{slug(at)}",
         title=f"{recipe.title}, fine-tuned at {at}",
         model=replace(recipe.model, pretrained=False),
         train=train,
-        optimizer=replace(recipe.optimizer, lr=lr / TENTH if recipe.text is None else TEXT_LR),
+        optimizer=replace(recipe.optimizer, lr=defaults.lr),
         schedule=replace(recipe.schedule, warmup_epochs=0),
         compress=recipe.compress if at == DENSE else replace(recipe.compress, watch=None),
         cram=None,
     )
-    given = with_epochs(with_overrides(shorter, overrides), epochs)
-    if given.train.distillation is None or given.name != shorter.name:
-        return given
-    name, title = f"{recipe.name}{DISTILLED}{as_name(at)}", f"{recipe.title}, distilled at {at}"
-    return replace(given, name=name, title=title if given.title == shorter.title else given.title)
+    changed = with_epochs(with_overrides(tuning, overrides), epochs)
+    if changed.train.distillation is None or changed.name != tuning.name:
+        return changed
+    title = changed.title
+    if title == tuning.title:
+        title = f"{recipe.title}, distilled at {at}"
+    return replace(changed, name=f"{recipe.name}{DISTILLED}{slug(at)}", title=title)
 
 
 def transfer_recipe(
@@ -88,39 +103,46 @@ def transfer_recipe(
     epochs: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Recipe:
-    """Returns the recipe `to` for the model of `recipe`, whose weights it starts from.
+    """Returns the recipe that trains a compressed model on another dataset.
 
     Args:
-        recipe: by which the model was trained.
-        at: operator as text, or "dense".
-        to: data, epochs, learning rate.
-        epochs: instead of those of `to`.
-        overrides: on top of it.
+        recipe: Recipe that the model was trained by; its model is kept.
+        at: Operator that the model is compressed by, as text, or "dense".
+        to: Recipe that has the dataset and all other settings.
+        epochs: Number of epochs; by default that of `to`.
+        overrides: Further changes, such as "optimizer.lr=0.01".
     """
     at = read_at(at)
-    moved = replace(
+    transfer = replace(
         to,
-        name=f"{to.task}/{recipe.architecture}/{to.method}-of-{recipe.method}-{as_name(at)}",
+        name=f"{to.task_name}/{recipe.architecture}/{to.method}-of-{recipe.method}-{slug(at)}",
         title=f"{recipe.title} at {at}, transferred",
         model=replace(recipe.model, pretrained=False),
     )
-    return with_epochs(with_overrides(moved, overrides), epochs)
+    return with_epochs(with_overrides(transfer, overrides), epochs)
 
 
 def read_at(at: str) -> str:
-    """Returns an operator, or "dense", as it is written everywhere.
+    """Returns the text of an operator in its canonical form: "uniform:.50" as "uniform:0.5".
+
+    Args:
+        at: Operator or pruner as text, or "dense".
 
     Raises:
-        ValueError: if it cannot be read or is a range.
+        ValueError: If it cannot be read, or is a range.
     """
     if at.strip() == DENSE:
         return DENSE
     operator = parse_pruner(at)
     if operator.is_range:
-        raise ValueError(f"{operator} is a range to train over; give one sparsity, or {DENSE!r}")
+        raise ValueError(f"{operator} is a range to train over; allowed: one sparsity or {DENSE!r}")
     return str(operator)
 
 
-def as_name(text: str) -> str:
-    """Returns a text as part of a file name: global:0.9 as global-0.9."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+def folder_name(overrides: Overrides) -> str:
+    """Returns the name of a folder for settings; different settings have different names."""
+    name = ",".join(overrides)
+    if all(map(_SIMPLE.fullmatch, overrides)) and len(name) <= LONGEST:
+        return name
+    digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:8]
+    return f"{slug(name)[:LONGEST]}-{digest}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from torchcram import Operator, parse_operator
-from torchcram.experiments.data.images.resident import AUGMENTS, STREAMED
+from torchcram.experiments.data.config import DataConfig, TextConfig
 from torchcram.experiments.io.dataclass_io import (
     UNLESS_DEFAULT,
     BadValue,
@@ -22,18 +21,12 @@ from torchcram.experiments.io.dataclass_io import (
     plain,
     require,
     require_one_of,
+    require_pattern,
+    require_plain,
     shown,
 )
-from torchcram.experiments.models import (
-    FORMS,
-    TIMM,
-    TORCHVISION,
-    is_model_name,
-    own_model_names,
-    takes_args,
-    with_absolute_path,
-)
-from torchcram.experiments.models.text import ALLOWED, is_text_model
+from torchcram.experiments.models.config import ModelConfig
+from torchcram.experiments.models.text import is_text_model
 from torchcram.experiments.recipe.torch_names import (
     OPTIMIZERS as TORCH_OPTIMIZERS,
 )
@@ -44,8 +37,7 @@ from torchcram.experiments.recipe.torch_names import (
     learning_rates,
     make_optimizer,
 )
-from torchcram.experiments.tasks.score import ACCURACY
-from torchcram.experiments.tasks.text_formats import TASKS
+from torchcram.experiments.tasks import Task, TaskConfig, build_task
 from torchcram.operators.parse import operator_syntax
 from torchcram.optim.rules import RULES
 from torchcram.pruners import parse_pruner
@@ -57,27 +49,6 @@ SCHEDULES = ("cosine", "constant", "linear")
 INTERVALS = ("epoch", "step")
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a file name that is neither hidden nor ".."
 _NAME = re.compile(f"{_PART}/{_PART}/{_PART}")
-
-
-@dataclass(frozen=True)
-class TextConfig:
-    """How texts become tokens; a recipe with this section is about language.
-
-    Attributes:
-        task: the format of the data and what it is scored by.
-        length: of a sequence in tokens, at most.
-        stride: by how many tokens windows on a long paragraph overlap.
-    """
-
-    task: str
-    length: int = 384
-    stride: int = 128
-
-    def __post_init__(self) -> None:
-        require_one_of("task", self.task, TASKS)
-        require(self.length >= 16, "length", self.length, "at least 16")
-        fits = 0 <= self.stride <= self.length // 3
-        require(fits, "stride", self.stride, f"from 0 to {self.length // 3}, a third of length")
 
 
 @dataclass(frozen=True)
@@ -98,69 +69,6 @@ class StopConfig:
         require(0 < self.held_out < 1, "held_out", self.held_out, "between 0 and 1")
         require(self.tests >= 1, "tests", self.tests, "at least 1")
         require(self.patience >= 1, "patience", self.patience, "at least 1")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which images to train on.
-
-    Attributes:
-        name: of the data set.
-        augment: what is done to training images: "none"; "shift" by up to a pixel; "crop-flip", a
-            random crop out of the image padded by an eighth, mirrored or not; "resized-crop-flip",
-            the usual one of ImageNet.
-        image_size: to what images are resized; None leaves them as they are.
-    """
-
-    name: str
-    augment: str = "crop-flip"
-    image_size: int | None = None
-
-    def __post_init__(self) -> None:
-        require(bool(self.name), "name", self.name, "the name of a data set")
-        require_one_of("augment", self.augment, AUGMENTS)
-        size = self.image_size
-        require(size is None or size >= 1, "image_size", size, "at least 1, or null")
-        sized = size is not None or self.augment != STREAMED
-        require(sized, "image_size", size, f"a size, as augment is {self.augment!r}")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model to train, and from what.
-
-    Attributes:
-        name: Name of the model; the path of a file in it is made absolute.
-        pretrained: start from the weights that torchvision, timm or Transformers has for it.
-        freeze: a regular expression; parameters in whose names it is found are not trained.
-        args: Keyword arguments for a model of timm or of a factory.
-    """
-
-    name: str
-    pretrained: bool = False
-    freeze: str | None = field(default=None, metadata=UNLESS_DEFAULT)
-    args: dict[str, Any] | None = field(default=None, hash=False, metadata=UNLESS_DEFAULT)
-
-    def __post_init__(self) -> None:
-        text = is_text_model(self.name)
-        if not is_model_name(self.name) and not text:
-            names = [*own_model_names(), f"{TORCHVISION}NAME", *FORMS, *ALLOWED]
-            require_one_of("name", self.name, names)
-        object.__setattr__(self, "name", with_absolute_path(self.name))
-        known = not self.pretrained or text or self.name.startswith((TORCHVISION, TIMM))
-        require(known, "pretrained", self.pretrained, f"false, as model.name is {self.name!r}")
-        require_pattern("freeze", self.freeze)
-        self._check_args()
-
-    def _check_args(self) -> None:
-        if self.args is None:
-            return
-        allowed = f"null, as model.name is {self.name!r}"
-        require(takes_args(self.name), "args", self.args, allowed)
-        for key in ("num_classes", "pretrained"):
-            allowed = "other arguments: the data says num_classes, model.pretrained the other"
-            require(key not in self.args, f"args.{key}", self.args.get(key), allowed)
-        require_plain("args", self.args)
 
 
 @dataclass(frozen=True)
@@ -372,6 +280,7 @@ class Recipe:
     compress: CompressConfig
     cram: CramConfig | None = None
     text: TextConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    task: TaskConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         named = _NAME.fullmatch(self.name) is not None
@@ -381,10 +290,7 @@ class Recipe:
         allowed = f"at most train.epochs, which is {epochs}"
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
         self._check_schedule()
-        require_kind(self.text, self.model.name)
-        if self.text is not None:
-            require(self.data.augment == "none", "data.augment", self.data.augment, "none")
-            require(self.data.image_size is None, "data.image_size", self.data.image_size, "null")
+        self._check_task()
 
     def _check_schedule(self) -> None:
         """Refuses a scheduler of torch that ends before the training, or that cannot count."""
@@ -401,14 +307,30 @@ class Recipe:
             allowed = f"arguments for {epochs} epochs"
             raise BadValue("schedule.args", problem, allowed) from None
 
-    @property
-    def metric(self) -> str:
-        """What its models are measured by."""
-        return ACCURACY if self.text is None else TASKS[self.text.task].metric
+    def _check_task(self) -> None:
+        """Refuses sections that do not go with the task."""
+        if self.task is not None:
+            require(self.text is None, "text", "given", "null, as there is a section task")
+        else:
+            about = "images, as there is no section text"
+            if self.text is not None:
+                about = "language, as there is a section text"
+            fits = is_text_model(self.model.name) == (self.text is not None)
+            require(fits, "model.name", self.model.name, f"a model for {about}")
+        self.build_task().check_recipe()
+
+    def build_task(self) -> Task:
+        """Returns the task: what depends on the kind of data, model and metric."""
+        return build_task(self.model, self.data, text=self.text, task=self.task)
 
     @property
-    def task(self) -> str:
-        """What is learnt, the first part of the name."""
+    def metric(self) -> str:
+        """Name of the metric that its models are scored by."""
+        return self.build_task().metric
+
+    @property
+    def task_name(self) -> str:
+        """Name of what is learnt, the first part of the name."""
         return self.name.split("/")[0]
 
     @property
@@ -440,20 +362,6 @@ class Recipe:
         return build(cls, data, where)
 
 
-def require_kind(text: TextConfig | None, model: str) -> None:
-    """Refuses a language model without texts, and the other way round.
-
-    Args:
-        text: the section of a recipe.
-        model: its `model.name`.
-    """
-    about = "images, as there is no section text"
-    if text is not None:
-        about = "language, as there is a section text"
-    right = is_text_model(model) == (text is not None)
-    require(right, "model.name", model, f"a model for {about}")
-
-
 def read_operators(
     key: str, texts: tuple[str, ...], read: Callable[[str], Operator] = parse_operator
 ) -> list[Operator]:
@@ -482,14 +390,6 @@ def read_operator(
         raise BadValue(key, f"is no {problem}", operator_syntax() + also) from None
 
 
-def require_pattern(key: str, pattern: str | None) -> None:
-    """Raises `BadValue` unless `pattern` is a regular expression or None."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise BadValue(key, f"is {pattern!r}: {error}", "a regular expression, or null") from None
-
-
 def require_torch_name(
     key: str, given: str, ours: Sequence[str], theirs: Mapping[str, type]
 ) -> None:
@@ -502,16 +402,6 @@ def require_torch_name(
         meant = f" (did you mean {alike[0]!r}?)"
     allowed = f"{', '.join(ours)}, or of torch: {', '.join(theirs)}"
     raise BadValue(key, f"is {shown(given)}{meant}", allowed)
-
-
-def require_plain(key: str, args: Mapping[str, Any]) -> None:
-    """Raises `BadValue` unless arguments are what YAML and JSON write alike."""
-    try:
-        same = json.loads(json.dumps(args, allow_nan=False)) == args
-    except (TypeError, ValueError):
-        same = False
-    allowed = "texts, finite numbers, true, false, null, and lists and sections of them"
-    require(same, key, args, allowed)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torchcram import CrAM
 from torchcram.experiments.data.images import ResidentBatches
 from torchcram.experiments.data.text.batches import TextBatches
 from torchcram.experiments.recipe.torch_names import is_capturable
-from torchcram.experiments.training.steps import Batches, EagerStep, Step
+from torchcram.experiments.training.steps import EagerStep, Loss, Step, cross_entropy
 from torchcram.messages import warn_caller
 from torchcram.optim.graphs import GraphedStep
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torchcram.experiments.data.text.batches import TextBatches
     from torchcram.experiments.recipe import TrainConfig
+    from torchcram.experiments.tasks import Batches
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
@@ -48,6 +49,7 @@ class TextGraphStep(EagerStep):
         config: precision, label smoothing and distillation.
         device: a GPU.
         teacher: as `EagerStep` has it.
+        loss: Loss of the task.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class TextGraphStep(EagerStep):
         device: torch.device,
         *,
         teacher: nn.Module | None = None,
+        loss: Loss = cross_entropy,
     ) -> None:
-        super().__init__(model.train(), optimizer, batches, config, device, teacher=teacher)
+        super().__init__(
+            model.train(), optimizer, batches, config, device, teacher=teacher, loss=loss
+        )
         self._texts, self._number = batches, 0
         self._chosen = batches.places(0).clone()  # where every graph finds its sequences
         self._takes: dict[int, GraphedStep] = {}
@@ -99,6 +104,7 @@ def make_step(
     device: torch.device,
     *,
     teacher: nn.Module | None = None,
+    loss: Loss = cross_entropy,
     compiled: bool = False,
 ) -> Step:
     """Returns the fastest way to take steps: as CUDA graphs where that is possible.
@@ -114,6 +120,7 @@ def make_step(
         config: precision, label smoothing and distillation.
         device: of all that is computed.
         teacher: on `device`, in eval mode, whose scores count too where `config` says so.
+        loss: Loss of the task.
         compiled: let torch.compile fuse what graphs are captured of; takes about a minute. Not with
             texts, whose batches have many lengths.
     """
@@ -125,11 +132,18 @@ def make_step(
         _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
     elif images and isinstance(batches, ResidentBatches):
         return GraphStep(
-            model, optimizer, batches, config, device, teacher=teacher, compiled=compiled
+            model,
+            optimizer,
+            batches,
+            config,
+            device,
+            teacher=teacher,
+            loss=loss,
+            compiled=compiled,
         )
     elif texts and isinstance(batches, TextBatches):
-        return TextGraphStep(model, optimizer, batches, config, device, teacher=teacher)
-    return EagerStep(model, optimizer, batches, config, device, teacher=teacher)
+        return TextGraphStep(model, optimizer, batches, config, device, teacher=teacher, loss=loss)
+    return EagerStep(model, optimizer, batches, config, device, teacher=teacher, loss=loss)
 
 
 @functools.cache
@@ -150,6 +164,7 @@ class GraphStep(EagerStep):
         config: precision, label smoothing and distillation.
         device: a GPU.
         teacher: as `EagerStep` has it.
+        loss: Loss of the task.
         compiled: whether torch.compile fuses the passes first.
     """
 
@@ -162,9 +177,12 @@ class GraphStep(EagerStep):
         device: torch.device,
         *,
         teacher: nn.Module | None = None,
+        loss: Loss = cross_entropy,
         compiled: bool = False,
     ) -> None:
-        super().__init__(model.train(), optimizer, batches, config, device, teacher=teacher)
+        super().__init__(
+            model.train(), optimizer, batches, config, device, teacher=teacher, loss=loss
+        )
         if compiled:
             # what is compiled shares its parameters and buffers with the model
             self._model = torch.compile(model, dynamic=False)

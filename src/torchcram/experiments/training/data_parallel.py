@@ -88,17 +88,6 @@ def average_statistics_(model: nn.Module, ranks: Ranks) -> None:
                 statistic.div_(ranks.world_size)
 
 
-@torch.no_grad()
-def take_statistics_(model: nn.Module, ranks: Ranks) -> None:
-    """Puts the buffers of the first process into those of all."""
-    if ranks.world_size == 1:
-        return
-    from torch import distributed as dist
-
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-
-
 @contextmanager
 def strides_as_they_come() -> Iterator[None]:
     """Keeps DDP from warning, for a `with` block, of gradients laid out as the images are."""

@@ -14,7 +14,7 @@ import torch
 from torchcram import GlobalTopK, Sparsifier, parse_operator
 from torchcram.experiments.io import json_text
 from torchcram.experiments.io.files import write_atomically
-from torchcram.experiments.tasks.score import ACCURACY
+from torchcram.experiments.tasks import ACCURACY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -163,13 +163,6 @@ def run_jobs(
     return sorted(failures, key=lambda failure: jobs.index(failure.job))
 
 
-def cores() -> int:
-    """Returns how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _start(
     job: Job, said: queue.Queue[tuple[_Running, str | None]], environment: Mapping[str, str]
 ) -> _Running:

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from torchcram.experiments.tasks.spans import span_loss
+from torchcram.experiments.tasks import autocast
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchcram.experiments.recipe import TrainConfig
+    from torchcram.experiments.tasks import Batches
 
 
-class Batches(Protocol):
-    """Batches that are a function of their seed and the epoch."""
+Loss = Callable[[Tensor, Tensor, float], Tensor]
+"""Returns the loss of outputs, labels and label smoothing."""
 
-    def __len__(self) -> int:
-        """Returns the number of batches in an epoch."""
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the images and labels of an epoch, on the device."""
+def cross_entropy(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Returns the cross-entropy of class scores, (n, classes)."""
+    return F.cross_entropy(scores, labels, label_smoothing=smoothing)
 
 
 class Step(Protocol):
@@ -58,6 +58,7 @@ class MakeStep(Protocol):
         device: torch.device,
         *,
         teacher: nn.Module | None = None,
+        loss: Loss = cross_entropy,
     ) -> Step:
         """Returns a way to take steps, as `EagerStep` has it."""
 
@@ -72,6 +73,7 @@ class EagerStep:
         config: precision, label smoothing and distillation.
         device: of all that is computed.
         teacher: on `device`, in eval mode, whose scores count too where `config` says so.
+        loss: Loss of the task: a function of outputs, labels and label smoothing.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class EagerStep:
         device: torch.device,
         *,
         teacher: nn.Module | None = None,
+        loss: Loss = cross_entropy,
     ) -> None:
+        self._loss = loss
         self._model: Callable[[Tensor], Tensor] = model
         self._optimizer = optimizer
         self._batches = batches
@@ -110,7 +114,12 @@ class EagerStep:
 
     def _train_on(self, batch: tuple[Tensor, Tensor]) -> None:
         at_w, at_compressed = train_on(
-            batch, self._model, self._optimizer, config=self._config, teacher=self._teacher
+            batch,
+            self._model,
+            self._optimizer,
+            config=self._config,
+            teacher=self._teacher,
+            loss=self._loss,
         )
         self._sums[0] += at_w
         self._sums[2] += 1
@@ -126,10 +135,11 @@ def train_on(
     *,
     config: TrainConfig,
     teacher: nn.Module | None = None,
+    loss: Loss = cross_entropy,
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
     images, labels = batch
-    found: list[Tensor] = []
+    losses: list[Tensor] = []
     wanted = None
     if config.distillation is not None and teacher is not None:
         with torch.no_grad(), autocast(images.device, config.precision):
@@ -138,36 +148,39 @@ def train_on(
     def closure() -> Tensor:
         optimizer.zero_grad()
         with autocast(images.device, config.precision):
-            loss = loss_of(model(images), labels, config, wanted)
-        loss.backward()
-        found.append(loss.detach())
-        return found[-1]
+            value = loss_of(model(images), labels, config, wanted, loss=loss)
+        value.backward()
+        losses.append(value.detach())
+        return losses[-1]
 
     optimizer.step(closure)  # type: ignore[arg-type]  # the loss may stay a tensor
-    at_w, *at_compressed = found
+    at_w, *at_compressed = losses
     return at_w, at_compressed[-1] if at_compressed else None  # C-SAM goes to C(w) before
 
 
 def loss_of(
-    scores: Tensor, labels: Tensor, config: TrainConfig, wanted: Tensor | None = None
+    scores: Tensor,
+    labels: Tensor,
+    config: TrainConfig,
+    wanted: Tensor | None = None,
+    *,
+    loss: Loss = cross_entropy,
 ) -> Tensor:
-    """Cross-entropy of class scores, (n, classes), or of first and last tokens, (n, t, 2).
+    """Returns the loss of the task, mixed with that of distillation where there is a teacher.
 
     Args:
-        scores: of the model.
-        labels: classes, (n,), or tokens, (n, 2).
-        config: label smoothing and distillation.
-        wanted: scores of the teacher, if there is one.
+        scores: Outputs of the model.
+        labels: Labels of the batch.
+        config: Label smoothing and distillation.
+        wanted: Outputs of the teacher, if there is one.
+        loss: Loss of the task.
     """
-    if scores.dim() == 3:
-        loss = span_loss(scores, labels, config.label_smoothing)
-    else:
-        loss = F.cross_entropy(scores, labels, label_smoothing=config.label_smoothing)
+    value = loss(scores, labels, config.label_smoothing)
     if config.distillation is None or wanted is None:
-        return loss
+        return value
     weight = config.distillation.weight
     soft = distillation_loss(scores, wanted, config.distillation.temperature)
-    return (1 - weight) * loss + weight * soft
+    return (1 - weight) * value + weight * soft
 
 
 def distillation_loss(scores: Tensor, wanted: Tensor, temperature: float) -> Tensor:
@@ -185,10 +198,3 @@ def distillation_loss(scores: Tensor, wanted: Tensor, temperature: float) -> Ten
     target = (wanted.float() / temperature).log_softmax(dim=1)
     apart = torch.where(target.isneginf(), 0, target.exp() * (target - log))
     return temperature**2 * apart.sum(dim=1).mean()
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Computes in bfloat16 where `precision` is "bf16" and the device is a GPU."""
-    return torch.autocast(
-        device.type, torch.bfloat16, enabled=precision == "bf16" and device.type == "cuda"
-    )

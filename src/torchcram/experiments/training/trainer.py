@@ -1,53 +1,120 @@
-"""Training by a recipe, which can be stopped at any moment and continued exactly."""
+"""Training by a recipe, which can be stopped at any moment and continued exactly.
+
+`train` opens the folder of the run and hands over to a `Trainer`: from the latest checkpoint,
+epoch by epoch, to the end. A step is `Step.run`, which calls `CrAM.step` (optim/cram.py).
+"""
 
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+import math
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcram.experiments.evaluation.evaluate import require_fit
+from torchcram import hold_masks
+from torchcram.experiments.evaluation.compressed_models import (
+    compressed_models,
+    score_model,
+    score_on_test,
+)
 from torchcram.experiments.io.files import locked
+from torchcram.experiments.io.weights import digest, load_model_, save_model
+from torchcram.experiments.machine import machine_name, versions
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.training.build import build_initial_model, place
-from torchcram.experiments.training.checkpoint import own_randomness
-from torchcram.experiments.training.data_parallel import strides_as_they_come
-from torchcram.experiments.training.loop import Loop, Progress
-from torchcram.experiments.training.run import Run, Start
+from torchcram.experiments.recipe.build import (
+    build_batches,
+    build_initial_model,
+    build_optimizer,
+    to_device,
+    trained_weights,
+)
+from torchcram.experiments.tasks import Score
+from torchcram.experiments.training.checkpoint import (
+    checkpoint_path,
+    load_latest,
+    load_state_,
+    own_randomness,
+    save_checkpoint,
+    state_of,
+)
+from torchcram.experiments.training.data_parallel import (
+    average_statistics_,
+    data_parallel,
+    seed_epoch,
+    strides_as_they_come,
+    with_shared_statistics,
+)
+from torchcram.experiments.training.log import LOG, EpochRecord, MaskChange, RunLog, read_log
 from torchcram.experiments.training.run_folder import (
+    CHECKPOINTS,
     MODEL,
     DataInfo,
     Finished,
     RunInfo,
     identity,
-    load_model_,
     open_run,
     read_run,
+    write_info,
 )
+from torchcram.experiments.training.schedule import lr_at, set_lr_
 from torchcram.experiments.training.steps import EagerStep, MakeStep
-from torchcram.experiments.training.stopping import StoppingRun
-from torchcram.experiments.versions import machine_name, versions
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from torchcram.experiments.data.images import AnyData
-    from torchcram.experiments.recipe import Recipe
+    from torchcram import Masks
+    from torchcram.experiments.recipe.schema import Recipe
 
-__all__ = ["Progress", "Start", "Trained", "load_trained", "train"]
+Progress = Callable[[float, int, "EpochRecord | None"], None]
+"""Called with the epochs done, fractions too, all epochs, and the record of the one just done."""
 
 CPU = torch.device("cpu")
+OFTEN = 0.2  # seconds, at least, between two calls of progress within an epoch
 PATIENCE = 15.0  # seconds; workers that decode images look every 5 whether they are orphans
+BEST = "best-{:04d}.safetensors"  # the model after so many rounds of early stopping
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a training starts, instead of the initial weights of its seed.
+
+    Attributes:
+        model: Model whose copy is trained.
+        masks: Masks that every step holds, by parameter name; None for none.
+        teacher: Model whose outputs are learnt from, where the recipe has `train.distillation`.
+    """
+
+    model: nn.Module
+    masks: Masks | None = None
+    teacher: nn.Module | None = None
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs for other weights, masks or another teacher."""
+        masks = {f"mask of {name}": mask for name, mask in (self.masks or {}).items()}
+        taught = {} if self.teacher is None else self.teacher.state_dict()
+        teacher = {f"teacher's {name}": value for name, value in taught.items()}
+        return digest({**self.model.state_dict(), **masks, **teacher})
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A finished training: its recipe, what its folder says of it, and the dense model."""
+    """A finished training.
+
+    Attributes:
+        recipe: Recipe that it was trained by.
+        info: Contents of `run.json`.
+        finished: Score and time.
+        model: Trained, dense model.
+    """
 
     recipe: Recipe
     info: RunInfo
@@ -59,7 +126,7 @@ def train(
     recipe: Recipe,
     folder: Path,
     *,
-    data: AnyData,
+    data: Any,  # noqa: ANN401
     seed: int,
     device: torch.device,
     start: Start | None = None,
@@ -76,27 +143,27 @@ def train(
     training is finished it returns at once. No global random generator is left changed.
 
     Several processes call it together; it returns the same to all of them. Each takes its part of
-    every batch, and the first one reads and writes the folder. How many they are is no part of what
-    the run is: others, or one alone, may continue it.
+    every batch, and rank 0 reads and writes the folder. The number of processes is no part of what
+    the run is: another number of them, or a single one, may continue it.
 
     Args:
-        recipe: what to do.
-        folder: of the run; `run_folder` says what is in it.
-        data: to train and test on.
-        seed: of the initial weights, the batches and the draws.
-        device: of all that is computed.
-        start: a model to start from, masks to hold, and a model to learn from.
-        eval_interval: test accuracy is measured after every so many epochs, and after the last.
-        checkpoint_interval: a checkpoint is written after every so many, and after the last.
-        make_step: how steps are taken.
-        progress: told of every epoch, and now and then in between; only in the first process.
-        ranks: Processes that share the work; rank 0 writes the files.
+        recipe: Recipe to train by.
+        folder: Folder of the run; `run_folder` says what is in it.
+        data: Dataset to train and test on.
+        seed: Seed of the initial weights, the batches and the choice of operators.
+        device: Device that everything is computed on.
+        start: Model to start from, masks to hold, and model to learn from.
+        eval_interval: Number of epochs between two tests; the last epoch is always tested.
+        checkpoint_interval: Number of epochs between two checkpoints; the last always has one.
+        make_step: Function that makes the `Step`: eager, or as CUDA graphs.
+        progress: Function that is called on rank 0 after every epoch, and now and then in between.
+        ranks: Processes that train together.
 
     Raises:
-        ValueError: if the folder is of another run, naming in what they differ, if the model does
-            not take such images, if processes are given different work, or if the recipe has
+        ValueError: If the folder holds another run, naming how they differ, if the model does not
+            take the data, if ranks are given different work, or if the recipe has
             `train.distillation` and `start` no teacher.
-        FloatingPointError: if the loss is not finite.
+        FloatingPointError: If the loss is not finite.
     """
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
@@ -118,22 +185,446 @@ def train(
             lambda: _open(folder, recipe, asked, held, ranks)
         )
         if not finished:
-            kind = Run if recipe.train.early_stopping is None else StoppingRun
-            run = ranks.run_on_all(
-                lambda: kind.resume(recipe, folder, info, start=start, device=device, ranks=ranks)
+            policy = (
+                _ToTheEnd(eval_interval, checkpoint_interval)
+                if recipe.train.early_stopping is None
+                else _EarlyStopping()
             )
-            ranks.run_on_all(lambda: require_fit(run.model, recipe, data, device=device))
-            with run.held_masks(start), strides_as_they_come():
-                told = progress if ranks.is_first else None
-                if isinstance(run, StoppingRun):
-                    run.finish_early(data, make_step, told)
-                else:
-                    loop = Loop(run, data, make_step, told)
-                    run.finish(loop, eval_interval, checkpoint_interval)
+            trainer = ranks.run_on_all(
+                lambda: Trainer(recipe, folder, info, data, start=start, device=device, ranks=ranks)
+            )
+            task = recipe.build_task()
+            ranks.run_on_all(lambda: task.check_model(trainer.model, data, device=device))
+            with trainer.held_masks(start), strides_as_they_come():
+                trainer.fit(policy, make_step, progress if ranks.is_first else None)
     if ranks.world_size == 1:
         return load_trained(folder, device)
     trained = ranks.broadcast_from_rank0(lambda: load_trained(folder, CPU))
-    return replace(trained, model=place(trained.model, device))
+    return replace(trained, model=to_device(trained.model, device))
+
+
+def load_trained(folder: Path, device: torch.device) -> Trained:
+    """Returns the finished training of a folder, the model on `device` in eval mode.
+
+    Raises:
+        ValueError: If the folder holds no run, or the run is not finished; names the file.
+    """
+    recipe, info = read_run(folder)
+    if info.finished is None or not (folder / MODEL).exists():
+        raise ValueError(f"{folder}: the training is not finished; train again to continue it")
+    model = build_initial_model(recipe, classes=len(info.data.classes), seed=0, pretrained=False)
+    load_model_(model, folder / MODEL)
+    return Trained(recipe, info, info.finished, to_device(model, device).eval())
+
+
+class Trainer:
+    """A training, from its latest checkpoint on.
+
+    Args:
+        recipe: Recipe to train by.
+        folder: Folder of the run.
+        info: What the folder says of the run.
+        data: Dataset to train and test on.
+        start: Model to start from and masks to hold; None for the initial weights of the seed.
+        device: Device that everything is computed on.
+        ranks: Processes that train together.
+
+    Attributes:
+        model: Model that is trained.
+        optimizer: `CrAM` or a plain optimizer.
+        done: Number of epochs done.
+        seconds: Time that they took.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        info: RunInfo,
+        data: Any,  # noqa: ANN401
+        *,
+        start: Start | None,
+        device: torch.device,
+        ranks: Ranks = SINGLE,
+    ) -> None:
+        self.recipe, self.folder, self.info, self.data = recipe, folder, info, data
+        self.device, self.ranks = device, ranks
+        self.done, self.seconds = 0, 0.0
+        self._resume(start)
+
+    # the training
+
+    def fit(self, policy: _ToTheEnd, make_step: MakeStep, progress: Progress | None) -> None:
+        """Trains until the policy says that it is over; leaves the model and its score."""
+        plan, data = policy.begin(self)
+        epochs = _Epochs(self, plan, data, make_step, progress)
+        epochs.report(self.done)
+        with self._open_log() as log:
+            while not policy.is_over(self.done):
+                record = epochs.run(self.done, test=policy.tests_after(self.done + 1))
+                if log is not None:
+                    log.write(record)
+                self.done, self.seconds = record.epoch, self.seconds + record.seconds
+                policy.note(record)
+                if policy.saves_after(self.done):
+                    if log is not None:
+                        log.sync()  # the records that led to a checkpoint are on disk before it
+                    self.save_checkpoint()
+                    policy.note_checkpoint()
+                epochs.report(record.epoch, record)
+        score = policy.finish(epochs)
+        if self.ranks.is_first:
+            save_model(self.model, self.folder / MODEL)
+            finished = Finished(score.value, self.seconds, self.ranks.world_size, score.others)
+            write_info(self.folder, replace(self.info, finished=finished))
+        policy.clean_up()
+
+    def held_masks(self, start: Start | None) -> AbstractContextManager[object]:
+        """Holds the masks of `start`, if it has any, for a `with` block."""
+        if start is None or start.masks is None:
+            return nullcontext()
+        weights = dict(self.model.named_parameters())
+        masks = {
+            name: torch.empty_like(weights[name], dtype=torch.bool).copy_(mask)
+            for name, mask in start.masks.items()
+        }
+        return hold_masks(self.optimizer, weights, masks)
+
+    # checkpoints
+
+    def save_checkpoint(self) -> None:
+        """Writes all that the training needs to continue exactly; rank 0 does."""
+        if not self.ranks.is_first:
+            return
+        training = state_of(self.model, self.optimizer, self.device)
+        state = {"training": training, "seconds": self.seconds}
+        who = identity(self.recipe, self.info)
+        save_checkpoint(self.folder / CHECKPOINTS, self.done, state, identity=who)
+
+    def _resume(self, start: Start | None) -> None:
+        """Takes the state of the latest checkpoint, or begins.
+
+        A checkpoint whose content does not fit, though its digest is right, is named in a warning,
+        and the one before it is taken.
+        """
+        checkpoints, who, before = self.folder / CHECKPOINTS, identity(self.recipe, self.info), None
+        while True:
+            # one rank reads: all continue from the same epoch, and need not see the same disk
+            read = partial(load_latest, checkpoints, who, before=before)
+            latest = self.ranks.broadcast_from_rank0(read)
+            self._build(start, pretrained=latest is None)
+            if latest is None:
+                return
+            before, state = latest
+            problem = self.ranks.run_on_all(partial(self._load_state, before, state))
+            if not self.ranks.all_reduce_sum(problem is not None)[0]:
+                return
+            if self.ranks.is_first:
+                path = checkpoint_path(checkpoints, before)
+                reason = problem or "another process refuses it"
+                warnings.warn(f"{path} is not used: {reason}", stacklevel=2)
+
+    def _build(self, start: Start | None, *, pretrained: bool) -> None:
+        """Makes the model and the optimizer as they are before the first epoch."""
+        recipe, info = self.recipe, self.info
+        if start is not None:
+            model = copy.deepcopy(start.model)
+        else:
+            model = build_initial_model(
+                recipe,
+                classes=len(info.data.classes),
+                seed=info.seed,
+                pretrained=recipe.model.pretrained and pretrained,
+            )
+        model = to_device(model, self.device)
+        self.model = with_shared_statistics(model, self.device, self.ranks)
+        self.optimizer = build_optimizer(recipe, self.model, seed=info.seed)
+
+    def _load_state(self, epoch: int, state: dict[str, Any]) -> str | None:
+        """Takes the state of a checkpoint; returns what is wrong with it, if anything is."""
+        seconds = state.get("seconds")
+        if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
+            return f"it has {seconds!r:.80} for the seconds that the training took"
+        try:
+            load_state_(self.model, self.optimizer, self.device, state=state.get("training"))
+        except ValueError as error:
+            return str(error)
+        self.done, self.seconds = epoch, seconds
+        return None
+
+    def _open_log(self) -> AbstractContextManager[RunLog | None]:
+        if not self.ranks.is_first:
+            return nullcontext()
+        return RunLog(self.folder, first=self.done + 1)
+
+
+class _Epochs:
+    """The epochs of a training: steps, learning rate, losses, tests.
+
+    Args:
+        trainer: Training with the state to continue from.
+        recipe: Recipe with the number of epochs and the schedule; early stopping counts rounds.
+        data: Dataset to train and test on.
+        make_step: Function that makes the `Step`.
+        progress: Function that is called after every epoch, and now and then in between.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recipe: Recipe,
+        data: Any,  # noqa: ANN401
+        make_step: MakeStep,
+        progress: Progress | None,
+    ) -> None:
+        device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
+        self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
+        self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
+        self._batches, self._test = (
+            build_batches(recipe, data, train=train, device=device, seed=seed, ranks=ranks)
+            for train in (True, False)
+        )
+        batch_size = min(recipe.train.batch_size, len(data.train))
+        self._images = len(self._batches) * batch_size
+        self._share = ranks.shard.share(batch_size)
+        model = data_parallel(trainer.model, device, ranks, batch_size=batch_size)
+        task = recipe.build_task()
+        self._unit = task.unit
+        self._step = make_step(
+            model, trainer.optimizer, self._batches, recipe.train, device, loss=task.loss
+        )
+        operators = recipe.cram.operators if recipe.cram is not None else ()
+        self._mask_change = MaskChange(trained_weights(recipe, trainer.model), operators)
+        self._progress = progress or (lambda *_: None)
+        self._reported = -math.inf  # when progress was called last
+
+    def run(self, epoch: int, *, test: bool) -> EpochRecord:
+        """Trains for one epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            test: Whether to test the model after it.
+
+        Raises:
+            FloatingPointError: If the loss is not finite.
+        """
+        begin = time.perf_counter()
+        lr = self._train(epoch)
+        loss, compressed_loss = self._losses()
+        trained = time.perf_counter()
+        if not math.isfinite(loss) or not math.isfinite(compressed_loss or 0):
+            raise FloatingPointError(
+                f"epoch {epoch + 1}: the training loss is {loss} at w, {compressed_loss} at w~; "
+                "a smaller learning rate or rho may help"
+            )
+        average_statistics_(self._model, self._ranks)
+        score = self.score() if test else None
+        return EpochRecord(
+            epoch=epoch + 1,
+            loss=loss,
+            compressed_loss=compressed_loss,
+            accuracy=None if score is None else score.value,
+            lr=lr,
+            mask_change=self._mask_change.update(),
+            images_per_second=self._images / (trained - begin),
+            seconds=time.perf_counter() - begin,
+            processes=self._ranks.world_size,
+            metric=self._recipe.metric,
+            unit=self._unit,
+            compressed_accuracy=self._score_watched() if test else None,
+            others=None if score is None else score.others,
+        )
+
+    def score(self) -> Score:
+        """Returns the score of the model on the test split."""
+        return score_model(
+            self._model,
+            self._recipe,
+            self._data,
+            self._test,
+            device=self._device,
+            ranks=self._ranks,
+        )
+
+    def report(self, done: float, record: EpochRecord | None = None) -> None:
+        """Calls progress; within an epoch only now and then."""
+        now = time.perf_counter()
+        if record is not None or done == 0 or now - self._reported >= OFTEN:
+            self._progress(done, self._recipe.train.epochs, record)
+            self._reported = now
+
+    def _train(self, epoch: int) -> float:
+        """Takes the steps of an epoch; returns the last learning rate."""
+        recipe, steps, lr = self._recipe, len(self._batches), 0.0
+        self._model.train()
+        seed_epoch(self._ranks, self._seed, epoch)
+        self._step.start_epoch(epoch)
+        for number in range(steps):
+            lr = lr_at(
+                epoch * steps + number,
+                steps,
+                recipe.schedule,
+                lr=recipe.optimizer.lr,
+                epochs=recipe.train.epochs,
+            )
+            set_lr_(self._optimizer, lr)
+            self._step.run()
+            self.report(epoch + (number + 1) / steps)
+        return lr
+
+    def _losses(self) -> tuple[float, float | None]:
+        """Waits for the device; returns the mean losses over all ranks, at w and at w~."""
+        at_w, at_compressed = self._step.losses()
+        shares = [self._share * loss for loss in (at_w, at_compressed) if loss is not None]
+        at_w, *others = self._ranks.all_reduce_sum(*shares)
+        return at_w, others[0] if others else None
+
+    def _score_watched(self) -> float | None:
+        """Returns the score of the model compressed to the target that the recipe watches."""
+        if self._recipe.compress.watch is None:
+            return None
+        (small,) = compressed_models(
+            self._model,
+            self._recipe,
+            self._data,
+            [self._recipe.compress.watch],
+            device=self._device,
+            seed=self._seed,
+            score_before=False,
+            test=self._test,
+            ranks=self._ranks,
+        )
+        return small.after[0].value
+
+
+class _ToTheEnd:
+    """Trains for all epochs of the recipe; the last model counts."""
+
+    def __init__(self, eval_interval: int, checkpoint_interval: int) -> None:
+        self._eval_interval, self._checkpoint_interval = eval_interval, checkpoint_interval
+        self._epochs = 0
+        self._last: EpochRecord | None = None
+
+    def begin(self, trainer: Trainer) -> tuple[Recipe, Any]:
+        """Returns the recipe to take epochs by, and the dataset."""
+        self._epochs = trainer.recipe.train.epochs
+        return trainer.recipe, trainer.data
+
+    def is_over(self, done: int) -> bool:
+        """Whether the training ends after so many epochs."""
+        return done >= self._epochs
+
+    def tests_after(self, epoch: int) -> bool:
+        """Whether the model is tested after an epoch, counted from 1."""
+        return epoch == self._epochs or epoch % self._eval_interval == 0
+
+    def saves_after(self, epoch: int) -> bool:
+        """Whether a checkpoint is written after an epoch, counted from 1."""
+        return epoch == self._epochs or epoch % self._checkpoint_interval == 0
+
+    def note(self, record: EpochRecord) -> None:
+        """Takes note of an epoch, before its checkpoint."""
+        self._last = record
+
+    def note_checkpoint(self) -> None:
+        """Takes note that the checkpoint is written."""
+
+    def finish(self, epochs: _Epochs) -> Score:
+        """Returns the score of the model."""
+        last = self._last
+        if last is None or last.accuracy is None:  # it was killed after the last checkpoint
+            return epochs.score()
+        return Score(last.accuracy, last.metric, last.others)
+
+    def clean_up(self) -> None:
+        """Removes what was needed only until the training was finished."""
+
+
+class _EarlyStopping(_ToTheEnd):
+    """Trains in rounds, parts of an epoch with a test after each; the best model counts.
+
+    The log has a record per round, with the metric on the held-out part of the training split;
+    `run.json` has that of the best model on the test split. The log says which round was best and
+    whether the training is over: an interrupted one continues as if it had not been.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def begin(self, trainer: Trainer) -> tuple[Recipe, Any]:
+        """Returns the recipe in rounds instead of epochs, and the dataset with a held-out part."""
+        recipe, stop = trainer.recipe, trainer.recipe.train.early_stopping
+        if stop is None:
+            raise ValueError(f"{recipe.name}: there is no train.early_stopping")
+        task = recipe.build_task()
+        try:
+            held = task.hold_out(task.divide_epochs(trainer.data, 1), stop.held_out)
+        except ValueError as error:
+            raise ValueError(f"{recipe.name}: {error}") from None
+        batches = max(1, len(held.train) // recipe.train.batch_size)
+        tests = min(stop.tests, batches)
+        plan = _in_rounds(recipe, tests)
+        self._trainer, self._patience = trainer, stop.patience
+        self._epochs = plan.train.epochs
+        self._values = trainer.ranks.broadcast_from_rank0(
+            lambda: held_out_values(trainer.folder, trainer.done)
+        )
+        return plan, task.divide_epochs(held, tests)
+
+    def is_over(self, done: int) -> bool:
+        """Whether all rounds are done, or so many brought nothing better."""
+        return done >= self._epochs or done - _best(self._values) >= self._patience
+
+    def note(self, record: EpochRecord) -> None:
+        """Keeps the model if it is the best so far."""
+        super().note(record)
+        if record.accuracy is None:
+            raise ValueError(f"round {record.epoch} was not tested")
+        self._values.append(record.accuracy)
+        trainer = self._trainer
+        if trainer.ranks.is_first and _best(self._values) == record.epoch:
+            save_model(trainer.model, trainer.folder / BEST.format(record.epoch))
+
+    def note_checkpoint(self) -> None:
+        """Removes models that are not the best any more."""
+        if self._trainer.ranks.is_first:
+            # that of the checkpoint before stays: it may have to be gone back to
+            kept = {_best(self._values), _best(self._values[:-1])}
+            _remove_all_but(self._trainer.folder, kept)
+
+    def finish(self, epochs: _Epochs) -> Score:  # noqa: ARG002
+        """Loads the best model; returns its score on the test split."""
+        trainer = self._trainer
+        path = trainer.folder / BEST.format(_best(self._values))
+        if trainer.ranks.is_first:
+            load_model_(trainer.model, path)
+        if trainer.ranks.world_size > 1:  # the others need not see the same disk
+            state = trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(trainer.model))
+            trainer.model.load_state_dict(state)
+        return score_on_test(trainer.model, trainer.recipe, trainer.data, device=trainer.device)
+
+    def clean_up(self) -> None:
+        """Removes the best model, which is the model of the run now."""
+        if self._trainer.ranks.is_first:
+            _remove_all_but(self._trainer.folder, set())
+
+
+def held_out_values(folder: Path, rounds: int | None = None) -> list[float]:
+    """Returns the metric on the held-out part after each round that a log has.
+
+    Args:
+        folder: Folder of the run.
+        rounds: Number of rounds that there must be, later ones not counting; None for all.
+
+    Raises:
+        ValueError: If there are fewer.
+    """
+    values = {record.epoch: record.accuracy for record in read_log(folder)}
+    count = max(values, default=0) if rounds is None else rounds
+    kept = [value for number in range(1, count + 1) if (value := values.get(number)) is not None]
+    if len(kept) < count:
+        raise ValueError(f"{folder / LOG} does not have the {count} rounds that were done")
+    return kept
 
 
 def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module:
@@ -143,7 +634,7 @@ def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Mo
             f"{recipe.name}: train.distillation takes a dense model to learn from, which only "
             "fine-tuning has; allowed here: null"
         )
-    return place(copy.deepcopy(start.teacher), device).eval().requires_grad_(False)
+    return to_device(copy.deepcopy(start.teacher), device).eval().requires_grad_(False)
 
 
 def _open(
@@ -158,15 +649,26 @@ def _open(
     return info, info.finished is not None and (folder / MODEL).exists()
 
 
-def load_trained(folder: Path, device: torch.device) -> Trained:
-    """Returns what a finished training left in its folder, the model on `device` in eval mode.
+def _best(values: list[float]) -> int:
+    """Returns the number of the best round, the first of several; 0 before the first."""
+    return values.index(max(values)) + 1 if values else 0
 
-    Raises:
-        ValueError: naming the file, if the folder is of no run, or the run is not finished.
-    """
-    recipe, info = read_run(folder)
-    if info.finished is None or not (folder / MODEL).exists():
-        raise ValueError(f"{folder}: the training is not finished; train again to continue it")
-    model = build_initial_model(recipe, classes=len(info.data.classes), seed=0, pretrained=False)
-    load_model_(model, folder / MODEL)
-    return Trained(recipe, info, info.finished, place(model, device).eval())
+
+def _in_rounds(recipe: Recipe, tests: int) -> Recipe:
+    """Returns the recipe with rounds, so many in an epoch, in place of epochs."""
+    warmup = recipe.schedule.warmup_epochs
+    return replace(
+        recipe,
+        train=replace(recipe.train, epochs=recipe.train.epochs * tests),
+        schedule=replace(recipe.schedule, warmup_epochs=warmup * tests),
+    )
+
+
+def _on_cpu(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def _remove_all_but(folder: Path, kept: set[int]) -> None:
+    for path in folder.glob(BEST.format(0).replace("0000", "*")):
+        if path.name not in map(BEST.format, kept):
+            path.unlink(missing_ok=True)

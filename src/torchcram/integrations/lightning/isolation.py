@@ -1,4 +1,4 @@
-"""Extra runs of a LightningModule that leave its logs and metrics alone."""
+"""Extra runs of a LightningModule that do not affect its logs and metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _LOG = inspect.signature(LightningModule.log)
 
 
-class Apart:
-    """Stand-ins for the metrics of a module, made once and swapped in for extra runs.
+class Isolation:
+    """Copies of the metrics of a module, which replace the metrics during extra runs.
 
     Args:
-        module: whose metrics, those inside other modules too, are copied.
+        module: Module whose metrics, also those of its submodules, are copied.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -36,12 +36,12 @@ class Apart:
 
     @contextmanager
     def __call__(self, log: Callable[..., None]) -> Iterator[None]:
-        """Sends what `module.log` is given to `log` in a `with` block; metrics begin anew there."""
+        """Redirects `module.log` to `log` in a `with` block, in which metrics start empty."""
         own = [(parent, name, parent._modules[name]) for parent, name, _ in self._copies]
         for parent, name, metric in self._copies:
             metric.reset()
             parent._modules[name] = metric
-        object.__setattr__(self._module, "log", log)  # log_dict calls it, too
+        object.__setattr__(self._module, "log", log)  # log_dict calls it too
         try:
             yield
         finally:
@@ -50,11 +50,11 @@ class Apart:
                 parent._modules[name] = before
 
 
-class Logged:
-    """Stands in for `LightningModule.log` and reduces over batches as Lightning does.
+class LogCapture:
+    """Replacement of `LightningModule.log` that reduces over batches as Lightning does.
 
     Attributes:
-        values: by name, what came out and how to reduce it over processes.
+        values: Reduced values by name, with the options for reducing them over ranks.
     """
 
     def __init__(self) -> None:
@@ -65,41 +65,41 @@ class Logged:
         self._suffix = ""
 
     def at(self, batch: object, loader: int | None) -> None:
-        """Says which batch, None for none, of which of several loaders the next values are of."""
+        """Sets the batch, if any, and the loader, if there are several, of the next values."""
         self._batch = batch
         self._suffix = "" if loader is None else f"/dataloader_idx_{loader}"
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """Takes what `LightningModule.log` takes."""
+        """Records a value; the arguments are those of `LightningModule.log`."""
         call = _LOG.bind(None, *args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        if given["on_epoch"] is False:
+        arguments = call.arguments
+        if arguments["on_epoch"] is False:
             return
-        value, size = given["value"], given["batch_size"]
+        value, size = arguments["value"], arguments["batch_size"]
         if not isinstance(value, Metric):
             value = torch.as_tensor(value).detach().clone()
             if size is None:
                 size = 1 if self._batch is None else extract_batch_size(self._batch)
-        name = given["name"] + (self._suffix if given["add_dataloader_idx"] else "")
+        name = arguments["name"] + (self._suffix if arguments["add_dataloader_idx"] else "")
         self._seen.setdefault(name, []).append((value, size))
-        self._options[name] = {key: given[key] for key in ("logger", "reduce_fx", "sync_dist")}
+        self._options[name] = {key: arguments[key] for key in ("logger", "reduce_fx", "sync_dist")}
 
     def compute(self) -> None:
-        """Reduces over batches."""
+        """Reduces the recorded values over batches."""
         for name, seen in self._seen.items():
             options = self._options[name]
             if isinstance(seen[-1][0], Metric):
                 self.values[name] = (seen[-1][0].compute(), {"logger": options["logger"]})
                 continue
-            how = getattr(options["reduce_fx"], "__name__", options["reduce_fx"])
+            function = getattr(options["reduce_fx"], "__name__", options["reduce_fx"])
             values = torch.stack([value.float() for value, _ in seen])
-            if how == "mean":
+            if function == "mean":
                 sizes = torch.tensor([size for _, size in seen], device=values.device)
                 options["batch_size"] = int(sizes.sum())
                 self.values[name] = ((values * sizes).sum() / sizes.sum(), options)
             else:
-                self.values[name] = (getattr(torch, how)(values), options)
+                self.values[name] = (getattr(torch, function)(values), options)
 
 
 def ignore(*_: object, **__: object) -> None:
@@ -107,7 +107,7 @@ def ignore(*_: object, **__: object) -> None:
 
 
 def shallow(batch: Any) -> Any:  # noqa: ANN401
-    """Returns a copy of a batch that is a dictionary: steps like to pop the labels out of it."""
+    """Returns a shallow copy of a dictionary, from which steps may pop labels; else the batch."""
     return copy.copy(batch) if isinstance(batch, dict) else batch
 
 
@@ -122,21 +122,21 @@ def _metrics(
 
 
 def _copied(metric: Metric | MetricCollection) -> Metric | MetricCollection:
-    detached: dict[int, Tensor] = {}  # deepcopy refuses values that hang on a graph
+    detached: dict[int, Tensor] = {}  # deepcopy refuses values that are part of a graph
     for part in metric.modules():
         for value in vars(part).values():
-            for one in value if isinstance(value, list) else (value,):
-                if isinstance(one, Tensor) and one.requires_grad:
-                    detached[id(one)] = one.detach()
+            for entry in value if isinstance(value, list) else (value,):
+                if isinstance(entry, Tensor) and entry.requires_grad:
+                    detached[id(entry)] = entry.detach()
     return copy.deepcopy(metric, detached)
 
 
-class LetsGo(Callback, ABC):
-    """A callback that keeps things for a fit only, whether that ends or is broken off."""
+class FitCallback(Callback, ABC):
+    """Callback that releases its resources when a fit ends or fails."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Lets go of them."""
-        self.let_go()
+        """Releases the resources."""
+        self.release()
 
     def on_exception(
         self,
@@ -144,9 +144,9 @@ class LetsGo(Callback, ABC):
         pl_module: LightningModule,  # noqa: ARG002
         exception: BaseException,  # noqa: ARG002
     ) -> None:
-        """Lets go of them."""
-        self.let_go()
+        """Releases the resources."""
+        self.release()
 
     @abstractmethod
-    def let_go(self) -> None:
-        """Drops what was kept."""
+    def release(self) -> None:
+        """Drops everything that was kept for the fit."""

@@ -1,4 +1,4 @@
-"""CrAM for LoRA through peft: what is compressed is the merged weight, the one to be deployed."""
+"""CrAM for LoRA through peft; it compresses the merged weight, which will be deployed."""
 
 from torchcram.integrations.peft.layers import merged_weights
 from torchcram.integrations.peft.merge import (

@@ -1,4 +1,4 @@
-"""Layers with a LoRA adapter, and the weight that each will have once merged.
+"""LoRA layers, and the weight that each has once its adapter is merged.
 
 W    frozen weight of a layer       B A  its adapter, of scale s
 M    mask of a compression          G    gradient with respect to the merged weight
@@ -18,22 +18,21 @@ from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 
 from torchcram.layers import some_of
-from torchcram.layouts import is_conv1d
 from torchcram.messages import list_names
-from torchcram.weights import compressible_weights, zero_unmasked_
+from torchcram.weights import compressible_weights, is_conv1d, zero_unmasked_
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from torchcram.optim.backup import UndoStack
+    from torchcram.optim.step_state import UndoStack
     from torchcram.weights import LayerWeights, Weights
 
 
 def merged_weights(model: nn.Module) -> LayerWeights:
     """Returns the weights that are compressible once the adapters are merged.
 
-    Those are the weights of all layers that can be compressed, with and without an adapter, and of
-    `modules_to_save` the copies that are trained; A and B themselves are not among them.
+    Those are the weights of all layers that can be compressed, with and without an adapter, and the
+    trained copies of `modules_to_save`; A and B themselves are not among them.
     """
     apart = {
         id(parameter)
@@ -42,18 +41,18 @@ def merged_weights(model: nn.Module) -> LayerWeights:
         if name != "modules_to_save" and isinstance(part := getattr(module, name, None), nn.Module)
         for parameter in part.parameters()
     }
-    found = compressible_weights(model)
-    chosen = [name for name, weight in found.items() if id(weight) not in apart]
+    weights = compressible_weights(model)
+    chosen = [name for name, weight in weights.items() if id(weight) not in apart]
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no compressible weights beside its adapters")
-    return some_of(found, chosen)
+    return some_of(weights, chosen)
 
 
 def adapted_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
-    """Returns the LoRA layers that `weights` are merged in, by the names of these.
+    """Returns the LoRA layers whose adapters are merged into `weights`, by the names of these.
 
     Raises:
-        ValueError: if there is none, or one is not plain LoRA on a frozen weight.
+        ValueError: If there is no such layer, or one is not plain LoRA on a frozen weight.
     """
     layers = lora_layers(model, weights)
     if not layers:
@@ -62,7 +61,7 @@ def adapted_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
 
 
 def lora_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
-    """Does as `adapted_layers`, but there may be none."""
+    """Returns the same as `adapted_layers`, but possibly no layer."""
     names = {id(weight): name for name, weight in weights.items()}
     layers = {}
     for where, layer in model.named_modules():
@@ -83,6 +82,7 @@ def lora_layers(model: nn.Module, weights: Weights) -> dict[str, LoraLayer]:
 
 
 def _check_plain(where: str, layer: LoraLayer) -> None:
+    """Raises ValueError unless a layer is plain LoRA on a frozen, whole weight."""
     base = layer.get_base_layer()
     reasons = {
         "its own weight is trained, too": base.weight.requires_grad,
@@ -111,8 +111,8 @@ def merge_(layers: Mapping[str, LoraLayer], weights: Weights) -> None:
 
 @contextmanager
 def taken_for_merged(layer: LoraLayer) -> Iterator[None]:
-    """Lets `layer` compute with its own weight alone."""
-    layer.merged_adapters = _active(layer)  # which peft takes to be in the weight
+    """Makes `layer` compute with its own weight alone for a `with` block."""
+    layer.merged_adapters = _active(layer)  # tells peft that they are in the weight
     try:
         yield
     finally:
@@ -120,12 +120,12 @@ def taken_for_merged(layer: LoraLayer) -> Iterator[None]:
 
 
 def straight_through(layer: LoraLayer, mask: Tensor | None, undo: UndoStack) -> None:
-    """Lets `layer` compute with its own weight alone, and hands M * G on to A and B.
+    """Makes `layer` compute with its own weight alone, and propagates M * G to A and B.
 
     Args:
         layer: Layer whose weight is W + s B A, compressed.
         mask: Mask M of that weight; None for a dense gradient.
-        undo: Stack that the way back is pushed to.
+        undo: Stack that the call to undo it is pushed to.
     """
     weight = _own_weight(layer)
     hooks: list[RemovableHandle] = []
@@ -138,13 +138,13 @@ def straight_through(layer: LoraLayer, mask: Tensor | None, undo: UndoStack) -> 
 
     undo.push(leave)
     weight.requires_grad_(True)
-    hand_on = partial(_hand_on, layer=layer, mask=mask)
-    hooks.append(weight.register_post_accumulate_grad_hook(hand_on))
-    layer.merged_adapters = _active(layer)  # which peft takes to be in the weight
+    hook = partial(_propagate, layer=layer, mask=mask)
+    hooks.append(weight.register_post_accumulate_grad_hook(hook))
+    layer.merged_adapters = _active(layer)  # tells peft that they are in the weight
 
 
-def _hand_on(weight: Tensor, *, layer: LoraLayer, mask: Tensor | None) -> None:
-    """Adds s (M * G) A' and s B' (M * G) to the gradients of B and A; lets go of G."""
+def _propagate(weight: Tensor, *, layer: LoraLayer, mask: Tensor | None) -> None:
+    """Adds s (M * G) A' and s B' (M * G) to the gradients of B and A; drops G."""
     gradient, weight.grad = weight.grad, None
     assert gradient is not None  # noqa: S101
     if mask is not None:
@@ -174,7 +174,7 @@ def _active(layer: LoraLayer) -> list[str]:
 
 
 class HeldMask(LoraVariant):  # type: ignore[misc,unused-ignore]
-    """LoRA whose product is masked: W + s (M * B A), in training and in every merge."""
+    """LoRA variant with a masked product: W + s (M * B A), in training and in every merge."""
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
@@ -191,7 +191,7 @@ class HeldMask(LoraVariant):  # type: ignore[misc,unused-ignore]
         result: Tensor,
         **_: Any,  # noqa: ANN401
     ) -> Tensor:
-        """Adds s (M * B A) x to what the layer computes by itself."""
+        """Adds s (M * B A) x to the output of the layer."""
         x = module.lora_dropout[active_adapter](x)
         product = _product(module, active_adapter)
         base = module.get_base_layer()
@@ -211,11 +211,11 @@ class HeldMask(LoraVariant):  # type: ignore[misc,unused-ignore]
     def merge_unsafe(  # type: ignore[override,unused-ignore]
         self, module: LoraLayer, active_adapter: str, orig_weight: Tensor
     ) -> None:
-        """Makes W + s (M * B A) of W."""
+        """Replaces W by W + s (M * B A)."""
         orig_weight.data.add_(_product(module, active_adapter))
 
     def unmerge(  # type: ignore[override,unused-ignore]
         self, module: LoraLayer, active_adapter: str, orig_weight: Tensor
     ) -> Tensor:
-        """Returns W, to rounding."""
+        """Returns W, up to rounding."""
         return orig_weight - _product(module, active_adapter).to(orig_weight.dtype)

@@ -1,4 +1,4 @@
-"""Merging adapters so that zeros stay zeros."""
+"""Merging adapters into sparse weights, and masks that keep zeros while adapters train."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def merge_sparse(
 ) -> nn.Module:
     """Returns a copy of the model with all adapters merged and the result compressed.
 
-    The model itself keeps its adapters, so that it can be merged to one target after another.
+    The model itself keeps its adapters, so that it can be merged for several targets.
 
     Args:
         model: Model that peft made.
-        to: Operator to compress with, or its text; or the masks of the weights that are to be
-            zero, by their names before or after adapters were added.
+        to: Operator to compress with, or its text; or the masks of the weights, by their names
+            before or after adapters were added.
         weights: Weights to compress, such as those of the `LoraCrAM` that trained the adapters; by
-            default all compressible weights of the merged model. Only their names count.
+            default all compressible weights of the merged model. Only their names are used.
 
     Raises:
-        ValueError: if the model has no adapters or they are merged already; if a mask or one of
-            `weights` has no weight, or a mask another shape or dtype.
+        ValueError: If the model has no adapters or they are merged already; if a mask or an entry
+            of `weights` is not a weight of the model, or a mask has another shape or dtype.
     """
     twin = copy.deepcopy(model)
     copy_marks(model, twin)
@@ -56,12 +56,12 @@ def merge_sparse(
 def merge_sparse_(
     model: nn.Module, to: Operator | str | Masks, *, weights: Weights | None = None
 ) -> nn.Module:
-    """Merges in place, without the memory of a copy: see `merge_sparse`.
+    """Merges in place, without the memory of a copy; see `merge_sparse`.
 
-    As with `merge_and_unload` of peft, `model` itself is of no use afterwards.
+    As with `merge_and_unload` of peft, `model` itself must not be used afterwards.
 
     Returns:
-        The model without adapters.
+        Model without adapters.
     """
     _require_adapters(model)
     before = merged_weights(model)
@@ -80,7 +80,7 @@ def merge_sparse_(
 
 
 def _require_adapters(model: nn.Module) -> None:
-    """Raises ValueError unless there is something to merge."""
+    """Raises ValueError unless the model has adapters that are not merged."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no adapters; they may be merged already")
@@ -89,7 +89,7 @@ def _require_adapters(model: nn.Module) -> None:
 
 
 def _names_in(known: Weights, weights: Weights) -> set[str]:
-    """Returns the names of `weights` without adapters, all of which are among those of `known`."""
+    """Returns the names of `weights` before adapters were added, which `known` must contain."""
     names = {_plain(name) for name in weights}
     if missing := names - {_plain(name) for name in known}:
         raise ValueError(f"the merged model has no compressible {list_names(sorted(missing))}")
@@ -98,7 +98,7 @@ def _names_in(known: Weights, weights: Weights) -> set[str]:
 
 @contextmanager
 def merged(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Makes W + s B A of W and lets layers compute with that alone; who calls it puts W back."""
+    """Replaces W by W + s B A for a `with` block; layers use that alone, the caller restores W."""
     layers = lora_layers(model, weights)
     with torch.no_grad():
         merge_(layers, weights)
@@ -109,7 +109,7 @@ def merged(model: nn.Module, weights: Weights) -> Iterator[None]:
 
 
 class HeldLoraMasks:
-    """Masks held in LoRA layers until `remove()`, or until the end of a `with` block."""
+    """Masks that LoRA layers hold until `remove()`, or until the end of a `with` block."""
 
     def __init__(self, model: nn.Module, weights: Weights, masks: Masks) -> None:
         self._held = []
@@ -122,7 +122,7 @@ class HeldLoraMasks:
                 self._held.append((layer, adapter))
 
     def remove(self) -> None:
-        """Lets go of the masks."""
+        """Stops holding the masks."""
         for layer, adapter in self._held:
             layer.lora_variant.pop(adapter, None)
 
@@ -136,17 +136,20 @@ class HeldLoraMasks:
 def hold_lora_masks(model: nn.Module, masks: Masks) -> HeldLoraMasks:
     """Keeps pruned weights at zero while adapters train: layers compute with W + s (M * B A).
 
-    W is zeroed where its mask is False. A merge while the masks are held, by peft itself too, has
+    W is zeroed where its mask is False. A merge while the masks are held, also by peft itself, has
     the same zeros. Works with any optimizer, `LoraCrAM` included. A step materialises B A, which is
     as large as W.
 
     Args:
-        model: the one that peft made.
-        masks: of its frozen weights, by their names before or after adapters were added.
+        model: Model that peft made.
+        masks: Masks of its frozen weights, by their names before or after adapters were added.
+
+    Returns:
+        Handle that stops holding the masks.
 
     Raises:
-        ValueError: if a mask has no weight, another shape or another dtype, or its weight is
-            trained by itself (`hold_masks` is for that); nothing is changed then.
+        ValueError: If a mask has no weight, another shape or another dtype, or its weight is
+            trained without an adapter (use `hold_masks`); nothing is changed then.
     """
     weights = merged_weights(model)
     known = _masks_for(weights, masks)
@@ -160,18 +163,18 @@ def hold_lora_masks(model: nn.Module, masks: Masks) -> HeldLoraMasks:
 def _masks_for(weights: Weights, masks: Masks) -> dict[str, Tensor]:
     """Returns `masks` by the names in `weights`."""
     names = {_plain(name): name for name in weights}
-    found = {}
-    for given, mask in masks.items():
-        name = names.get(_plain(given))
+    by_name = {}
+    for key, mask in masks.items():
+        name = names.get(_plain(key))
         if name is None:
-            raise ValueError(f"there is a mask for {given!r}, but only weights {list_names(names)}")
+            raise ValueError(f"there is a mask for {key!r}, but only weights {list_names(names)}")
         if mask.shape != weights[name].shape or mask.dtype != torch.bool:
             raise ValueError(
-                f"the mask of {given!r} is {mask.dtype} of shape {tuple(mask.shape)}; "
+                f"the mask of {key!r} is {mask.dtype} of shape {tuple(mask.shape)}; "
                 f"needed is torch.bool of shape {tuple(weights[name].shape)}"
             )
-        found[name] = mask
-    return found
+        by_name[name] = mask
+    return by_name
 
 
 def _plain(name: str) -> str:
@@ -179,5 +182,5 @@ def _plain(name: str) -> str:
     parts = name.removeprefix("base_model.model.").split(".")
     if "modules_to_save" in parts:
         at = parts.index("modules_to_save")
-        del parts[at : at + 2]  # and the name of the adapter
+        del parts[at : at + 2]  # it and the name of the adapter
     return ".".join(part for part in parts if part != "base_layer")

@@ -1,7 +1,7 @@
-"""CrAM whose compressed point is C(W + s B A).
+"""CrAM for LoRA adapters, with the compressed point C(W + s B A).
 
 In a compressed pass a layer computes with the compressed merged weight alone. The gradient G with
-respect to it goes straight through C: masked by M, it reaches B and A by the chain rule.
+respect to that weight passes straight through C: masked by M, it reaches B and A by the chain rule.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 class LoraCrAM(CrAM):
     """CrAM over adapters A and B, with w~ = C(W + s B A) for the weights they are merged into.
 
-    The ascent moves A and B, and whatever else is trained. Dropout of the adapters is for the dense
-    pass only: a merged weight has none. Arguments are those of `CrAM`; `model` is the one that peft
-    made, whose adapters stay enabled while it trains, `base` the optimizer of the adapters, and
-    `weights` by default all `merged_weights(model)`.
+    The ascent moves A and B, and whatever else is trained. Dropout of the adapters applies to the
+    dense pass only: a merged weight has none. The arguments are those of `CrAM`: `model` is the
+    model that peft made, whose adapters stay enabled while it trains, `base` is the optimizer of
+    the adapters, and `weights` are by default all `merged_weights(model)`.
 
     Raises:
-        ValueError: if a layer has more than plain LoRA (DoRA, a bias of the adapter), is merged
-            already, has its own weight trained, or is sharded over processes (FSDP); if `model`
-            is in a DDP with find_unused_parameters.
+        ValueError: If a layer has more than plain LoRA (DoRA, a bias of the adapter), is merged
+            already, has its own weight trained, or is sharded over ranks (FSDP); or if `model` is
+            wrapped by DDP with find_unused_parameters=True.
     """
 
     def compress(self, operator: Operator | str) -> nn.Module:
@@ -51,20 +51,20 @@ class LoraCrAM(CrAM):
         self.restore()
         return merge_sparse(self.model, operator, weights=self.weights)
 
-    def _choose(self, weights: Weights | None) -> LayerWeights:
+    def _select_weights(self, weights: Weights | None) -> LayerWeights:
         refuse_unused_parameters(self, self.model)
         chosen = merged_weights(self.model) if weights is None else weights
         self._layers = adapted_layers(self.model, chosen)
-        return super()._choose(chosen)
+        return super()._select_weights(chosen)
 
     def _compress_(self) -> Masks | None:
         merge_(self._layers, self.weights)
         return super()._compress_()
 
-    def _prepare_layers(self, one: Pass | None, masks: Masks | None) -> None:
-        super()._prepare_layers(one, masks)
-        if one is None or not one.compress:
+    def _prepare_layers(self, pass_: Pass, masks: Masks | None) -> None:
+        super()._prepare_layers(pass_, masks)
+        if not pass_.compress:
             return
-        sparse = masks if masks is not None and one.mask and self.sparse_gradients else {}
+        sparse = masks if masks is not None and pass_.mask and self.sparse_gradients else {}
         for name, layer in self._layers.items():
             straight_through(layer, sparse.get(name), self._undo)

@@ -1,1 +1,1 @@
-"""What is written in C++: compiled with the package where there is a compiler."""
+"""Kernels in C++, which are compiled with the package if there is a compiler."""

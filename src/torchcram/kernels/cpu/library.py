@@ -1,4 +1,4 @@
-"""The compiled kernels: where they are, and how they are called."""
+"""Loading the compiled CPU kernels, and the signatures of their functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from torchcram.kernels.cpu import compiling
-
-LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or compiling.LIBRARY)
-"""The library that is loaded: TORCHCRAM_LIBRARY names another one than that of the package."""
+_BUILT = Path(__file__).resolve().parent / "libtorchcram.so"
+LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or _BUILT)
+"""The library that is loaded: the one in the package, or the one that TORCHCRAM_LIBRARY names."""
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_MATRIX = (_POINTER, _LONG)  # a packed one, and its bytes
-_INTERFACE = 2  # as in api.cpp
+_MATRIX = (_POINTER, _LONG)  # packed matrix and its bytes
+_INTERFACE = 2  # torchcram_interface in api.cpp
 _FUNCTIONS = {
     "interface": (_INT, []),
     "level": (ctypes.c_char_p, []),
@@ -52,7 +51,7 @@ _FUNCTIONS = {
     "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
     "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
 }
-_NO_MEMORY = -2  # what functions that allocate memory return where there is not enough of it
+_NO_MEMORY = -2  # result of functions that allocate memory when there is not enough
 LEVELS = ("portable", "avx2", "avx512")
 
 
@@ -64,15 +63,21 @@ _ALLOCATE = (
 
 def _raise_memory_error(result: int, function: Any, _: tuple[object, ...]) -> int:  # noqa: ANN401
     if result == _NO_MEMORY:
-        raise MemoryError(f"{function.__name__} found too little memory to work in")
+        raise MemoryError(f"{function.__name__}: not enough memory")
     return result
 
 
 class _State:
-    """What is known of this process: why there are no kernels, and whether it was forked."""
+    """State of this process.
+
+    Attributes:
+        why: Reason why there are no kernels; empty if there are.
+        forked: Whether the process was forked. The OpenMP runtime of torch hangs in a child of a
+            process that has used it.
+    """
 
     why = ""
-    forked = False  # the OpenMP runtime of torch hangs in a child of a process that has used it
+    forked = False
 
     def note_fork(self) -> None:
         self.forked = True
@@ -85,51 +90,51 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def find() -> ctypes.CDLL | None:
-    """Returns the library, or None where it has not been built or cannot be loaded."""
+    """Returns the library, or None if it has not been built or cannot be loaded."""
     try:
-        found = ctypes.CDLL(str(LIBRARY))
+        loaded = ctypes.CDLL(str(LIBRARY))
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(found, f"torchcram_{name}")
+            function = getattr(loaded, f"torchcram_{name}")
             function.restype, function.argtypes = result, arguments
             if name in _ALLOCATE:
                 function.errcheck = _raise_memory_error
-        if found.torchcram_interface() != _INTERFACE:
-            raise OSError(f"{LIBRARY} was built from other sources")
-    except (OSError, AttributeError) as error:  # the latter of a library of another version
+        if loaded.torchcram_interface() != _INTERFACE:
+            raise OSError(f"{LIBRARY} was built from another version of the sources")
+    except (OSError, AttributeError) as error:  # AttributeError: another version of the library
         missing = f"they have not been built: there is no {LIBRARY}"
         _state.why = str(error) if LIBRARY.exists() else missing
         return None
-    found.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
-    return found
+    loaded.torchcram_use_openmp(None if _state.forked else _openmp_of_torch())
+    return loaded
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the library, or None, with one warning, where it cannot be used."""
-    found = find()
-    if found is None:
+    """Returns the library, or None with a single warning if it cannot be used."""
+    loaded = find()
+    if loaded is None:
         warnings.warn(
-            "torchcram.runtime runs dense: its kernels cannot be used here, "
+            "torchcram.runtime runs all layers dense, because its kernels cannot be used: "
             f"{_state.why}. "
             "With a C++ compiler, `python -m torchcram.runtime.build` builds them.",
             stacklevel=2,
         )
-    return found
+    return loaded
 
 
 def kernels() -> ctypes.CDLL:
-    """Returns the kernels.
+    """Returns the library.
 
     Raises:
-        RuntimeError: if they cannot be used.
+        RuntimeError: If it cannot be used.
     """
-    found = library()
-    if found is None:
+    loaded = library()
+    if loaded is None:
         raise RuntimeError(
-            f"the kernels of torchcram.runtime cannot be used, {_state.why}: run "
+            f"the kernels of torchcram.runtime cannot be used: {_state.why}; run "
             "`python -m torchcram.runtime.build`"
         )
-    return found
+    return loaded
 
 
 def available() -> bool:
@@ -138,9 +143,9 @@ def available() -> bool:
 
 
 def has_int8() -> bool:
-    """Returns whether there are kernels for 8 bits on this machine, which take AVX-512 VNNI."""
-    found = library()
-    return found is not None and bool(found.torchcram_has_int8())
+    """Returns whether this machine has kernels for 8 bits, which need AVX-512 VNNI."""
+    loaded = library()
+    return loaded is not None and bool(loaded.torchcram_has_int8())
 
 
 def level() -> str:
@@ -152,15 +157,18 @@ def level() -> str:
 def use_level(name: str) -> None:
     """Uses the kernels of another instruction set than the best one of this machine.
 
+    Args:
+        name: Name of the instruction set: portable, avx2 or avx512.
+
     Raises:
-        ValueError: if the machine does not have it.
+        ValueError: If this machine does not have it.
     """
     if name not in LEVELS or not kernels().torchcram_use_level(LEVELS.index(name)):
-        raise ValueError(f"level {name!r} is not one of {LEVELS} that this machine has")
+        raise ValueError(f"level must be one of {LEVELS} and supported here, got {name!r}")
 
 
 def _openmp_of_torch() -> int | None:
-    """Returns GOMP_parallel of the OpenMP runtime that torch has loaded, if it has one."""
+    """Returns the address of GOMP_parallel in the OpenMP runtime of torch, or None."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, _POINTER).value

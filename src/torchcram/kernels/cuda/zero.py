@@ -1,4 +1,4 @@
-"""Zeroing by mask, in one launch."""
+"""Zeroing tensors by masks, in one launch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from torchcram.kernels.cuda.access import _bits
-from torchcram.kernels.cuda.table import (
+from torchcram.kernels.cuda.chunks import (
     CHUNK,
     KEYS,
     ROW,
     WARPS,
+    _bits,
     _flat,
-    _kept,
+    _keep_while_captured,
     _on_device,
     _pointers,
     _table,
@@ -40,28 +40,28 @@ def _zero_kernel(
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
         kept = tl.multiple_of(kept, 16)
-    place = tl.arange(0, SIZE)
-    keep = _bits(kept + start, place, left, SIZE) != 0
+    lane = tl.arange(0, SIZE)
+    keep = _bits(kept + start, lane, left, SIZE) != 0
     if left >= SIZE:
-        bits = tl.load(pointer + start + place)
-        tl.store(pointer + start + place, tl.where(keep, bits, 0))
+        bits = tl.load(pointer + start + lane)
+        tl.store(pointer + start + lane, tl.where(keep, bits, 0))
     else:
-        tl.store(pointer + start + place, tl.zeros([SIZE], KEY), mask=(place < left) & ~keep)
+        tl.store(pointer + start + lane, tl.zeros([SIZE], KEY), mask=(lane < left) & ~keep)
 
 
 def zero_unmasked_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zeroes every tensor where its mask is False.
 
     Args:
-        tensors: of one dtype out of `KEYS`, on one device, each filling one stretch of memory.
-        masks: with the strides of their tensors.
+        tensors: Tensors of the same dtype in `KEYS`, on one device, each without gaps in memory.
+        masks: Boolean masks with the strides of the tensors.
     """
     device = tensors[0].device
     flat = _flat(tuple([tensor.numel() for tensor in tensors]))
-    table = _kept(_table(flat, (0,) * len(tensors), device, CHUNK))
+    table = _keep_while_captured(_table(flat, (0,) * len(tensors), device, CHUNK))
     pointers, aligned = _pointers(tensors)
     kept, kept_aligned = _pointers(masks)
-    addresses = _kept((_on_device(pointers, device), _on_device(kept, device)))
+    addresses = _keep_while_captured((_on_device(pointers, device), _on_device(kept, device)))
     _zero_kernel[len(table.chunks),](
         table.chunks, *addresses,
         KEYS[tensors[0].dtype], aligned and kept_aligned, CHUNK, num_warps=WARPS,

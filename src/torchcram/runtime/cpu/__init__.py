@@ -1,1 +1,1 @@
-"""Running sparse models on the CPU: sparse layers on our kernels, and graphs fused around them."""
+"""Running sparse models on the CPU: sparse layers and the fusion of operations around them."""

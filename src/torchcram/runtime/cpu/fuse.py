@@ -1,20 +1,39 @@
-"""Models as graphs: batch norm folded into convolutions, ReLU and additions into sparse layers."""
+"""Fusion: sparse layers take over the operations around them.
+
+Models that `torch.fx` can trace are fused as graphs: batch norms are folded into convolutions, and
+sparse layers compute the activation and the residual addition that follow them.
+
+Encoders like BERT, as Transformers writes them, are fused module by module. Nothing is imported
+from Transformers; the parts are recognised by the names of their children:
+
+    output(h, x) = LayerNorm(dense(h) + x)           with children dense, LayerNorm, dropout
+    intermediate(x) = intermediate_act_fn(dense(x))  with children dense, intermediate_act_fn
+    self(x) = softmax(query(x) key(x)^T) value(x)    with children query, key, value, dropout
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from torchcram.runtime.cpu.int8 import SparseLinearInt8
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseLinear
-from torchcram.runtime.cpu.ops_conv import images_innermost
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseFeedForwardInt8,
+    SparseLinear,
+    SparseLinearInt8,
+)
+from torchcram.runtime.cpu.ops import images_innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
 _ADD: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -25,14 +44,17 @@ _FUNCTIONS: Mapping[object, str] = {
 }
 
 
+# Graphs
+
+
 def as_graph(model: nn.Module) -> fx.GraphModule | None:
-    """Returns `model` as a graph with its batch norms folded, or None where it is not traceable."""
+    """Returns `model` as a graph with folded batch norms, or None if it cannot be traced."""
     try:
         graph = fx.symbolic_trace(model)
-    except Exception:  # noqa: BLE001  tracing runs the model on proxies: anything may be raised
+    except Exception:  # noqa: BLE001  tracing runs the model on proxies, which may raise anything
         return None
     if any(node.op == "get_attr" and _owner(graph, node) for node in graph.graph.nodes):
-        return None  # the model itself reads the weight of a layer
+        return None  # the model reads the weight of a layer itself
     _fold_batchnorm_(graph)
     return graph
 
@@ -65,10 +87,11 @@ def _fold_batchnorm_(model: fx.GraphModule) -> None:
     _refresh_(model)
 
 
-def fuse_tails_(model: fx.GraphModule) -> None:
-    """Lets sparse layers do what follows them: the addition of a residual, and the activation.
+def fuse_epilogues_(model: fx.GraphModule) -> None:
+    """Moves residual additions and activations into the sparse layers before them.
 
-    The nodes know their shapes (`torch.fx.passes.shape_prop`).
+    Args:
+        model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
     """
     modules = dict(model.named_modules())
     uses = _uses(model)
@@ -80,7 +103,7 @@ def fuse_tails_(model: fx.GraphModule) -> None:
             _fuse_convolution_(model, modules, node, layer)
         elif isinstance(layer, (SparseLinear, SparseLinearInt8)):
             after = _only_user(node)
-            activation = _activation(modules, after)
+            activation = _node_activation(modules, after)
             if after is not None and activation is not None and layer.activation == "none":
                 layer.activation = activation
                 _merge_(model, after, node)
@@ -101,17 +124,19 @@ def _fuse_convolution_(
             model.graph.erase_node(after)
             model.graph.erase_node(node)
             node, after = new, _only_user(new)
-    if after is not None and _activation(modules, after) == "relu":
+    if after is not None and _node_activation(modules, after) == "relu":
         layer.relu = True
         _merge_(model, after, node)
 
 
 def lay_images_innermost_(model: fx.GraphModule) -> None:
-    """Lets layers for panels of images hand each other images that lie innermost in memory.
+    """Keeps images the innermost dimension in memory between layers for panels of images.
 
-    Such a layer returns its outputs as its inputs lie. What comes from another kind of node is laid
-    out for it, and what goes to another kind of node gets the memory format back that it has
-    otherwise, which the nodes know (`torch.fx.passes.shape_prop`).
+    Such a layer returns outputs in the layout of its inputs. Inputs from other nodes are copied to
+    that layout, and outputs to other nodes are copied back to their usual memory format.
+
+    Args:
+        model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
     """
     modules = dict(model.named_modules())
     inner: set[fx.Node] = set()
@@ -121,7 +146,7 @@ def lay_images_innermost_(model: fx.GraphModule) -> None:
             sources and inner.issuperset(sources) and _keeps_layout(modules, node)
         ):
             inner.add(node)
-    # Readers share a copy, unless what they read may be written to in between.
+    # Nodes share a copy unless a node may write to its input in between.
     written = any(_writes(modules, node) for node in model.graph.nodes)
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(model.graph.nodes):
@@ -162,9 +187,9 @@ def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
 
 
 def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    """Returns whether the outputs of a node lie in memory as its inputs do, whatever that is."""
+    """Returns whether the outputs of a node have the memory layout of its inputs."""
     idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
-    return idle or _is_call(node, _ADD) or _activation(modules, node) is not None
+    return idle or _is_call(node, _ADD) or _node_activation(modules, node) is not None
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
@@ -185,8 +210,8 @@ def _is_call(node: fx.Node, targets: tuple[object, ...]) -> bool:
     return node.op in ("call_function", "call_method") and node.target in targets
 
 
-def _activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
-    """Returns the name of the activation that a node is, if it is one."""
+def _node_activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
+    """Returns the name of the activation that a node computes, or None."""
     if node is None:
         return None
     module = _module(modules, node)
@@ -223,37 +248,125 @@ def _refresh_(model: fx.GraphModule) -> None:
     model.recompile()
 
 
-def outputs_close(a: object, b: object, relative: float) -> bool:
-    """Returns whether two outputs of a model agree; what cannot be compared does not.
+# Encoders like BERT
+
+_OUTPUT = {"dense", "LayerNorm", "dropout"}
+_INTERMEDIATE = {"dense", "intermediate_act_fn"}
+_ATTENTION = {"query", "key", "value", "dropout"}
+_SIZES = ("num_attention_heads", "attention_head_size")
+
+
+class ResidualNorm(nn.Module):
+    """y = LayerNorm(layer(h) + x).
 
     Args:
-        a: tensors, and whatever holds them: lists, tuples, mappings, dataclasses.
-        b: likewise.
-        relative: what finite numbers may differ by, of the largest of a tensor.
+        layer: Layer that takes the residual x as its second argument.
+        norm: Layer norm.
     """
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and _tensors_close(a, b, relative)
-    if type(a) is not type(b):
-        return False
-    if dataclasses.is_dataclass(a):
-        return outputs_close(vars(a), vars(b), relative)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(outputs_close(a[k], b[k], relative) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(
-            outputs_close(x, y, relative) for x, y in zip(a, b, strict=True)
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        """Returns y."""
+        y: Tensor = self.norm(self.layer(h, x))
+        return y
+
+
+class SelfAttention(nn.Module):
+    """softmax(Q K^T scale) V of all heads at once.
+
+    Args:
+        original: Module with the layers of Q, K and V; it runs if there is a mask or a cache.
+        heads: Number of heads.
+        scale: Factor of the scores Q K^T.
+        own_kernel: Whether to run the kernel of torchcram instead of the one of torch.
+    """
+
+    def __init__(
+        self, original: nn.Module, heads: int, scale: float, *, own_kernel: bool = True
+    ) -> None:
+        super().__init__()
+        self.original, self.heads, self.scale = original, heads, scale
+        self.own_kernel = own_kernel
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor | None, ...]:
+        """Returns the outputs of all heads, and None for the attention weights."""
+        given = any(each is not None and each is not False for each in (*args, *kwargs.values()))
+        if given or x.dim() != 3:
+            whole: tuple[Tensor | None, ...] = self.original(x, *args, **kwargs)
+            return whole
+        parts = [getattr(self.original, name)(x) for name in ("query", "key", "value")]
+        if self.own_kernel:
+            return torch.ops.torchcram.attention(*parts, self.heads, self.scale), None
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return y.transpose(1, 2).flatten(2), None
+
+
+def fuse_encoder_(model: nn.Module) -> bool:
+    """Fuses the encoder layers that it recognises, in place; returns whether there were any."""
+    fused = _fuse_attention_(model)
+    for module in list(model.modules()):
+        output = _parts(getattr(module, "output", None), _OUTPUT)
+        dense = output.get("dense")
+        if not isinstance(dense, (SparseLinear, SparseLinearInt8)):
+            continue
+        between = _parts(getattr(module, "intermediate", None), _INTERMEDIATE)
+        first, activation = (
+            between.get("dense"),
+            _function_activation(between.get("intermediate_act_fn")),
         )
-    return bool(a == b) if isinstance(a, (bool, int, float, str)) else a is None
+        layer: nn.Module = dense
+        if activation is None:
+            pass
+        elif isinstance(first, SparseLinear) and isinstance(dense, SparseLinear):
+            layer = SparseFeedForward(first, dense, activation=activation)
+            module.intermediate = nn.Identity()
+        elif isinstance(first, SparseLinearInt8) and isinstance(dense, SparseLinearInt8):
+            layer = SparseFeedForwardInt8(first, dense, activation=activation)
+            module.intermediate = nn.Identity()
+        elif isinstance(first, (SparseLinear, SparseLinearInt8)):
+            first.activation = activation
+            module.intermediate = first
+        module.output = ResidualNorm(layer, output["LayerNorm"])
+        fused = True
+    return fused
 
 
-def _tensors_close(a: Tensor, b: Tensor, relative: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return bool(torch.equal(a, b))
-    finite = a.isfinite()
-    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):  # infinities with their signs
-        return False
-    a, b = a[finite], b[finite]
-    scale = float(a.abs().max()) if a.numel() else 0.0
-    return bool(torch.allclose(a, b, rtol=0, atol=relative * scale + 1e-12))
+def _fuse_attention_(model: nn.Module) -> bool:
+    fused = False
+    for module in list(model.modules()):
+        original = getattr(module, "self", None)
+        layers = _parts(original, _ATTENTION)
+        heads, size = (getattr(original, name, None) for name in _SIZES)
+        if not isinstance(original, nn.Module) or not isinstance(size, int) or size % 16:
+            continue
+        sparse = any(isinstance(each, (SparseLinear, SparseLinearInt8)) for each in layers.values())
+        if sparse and isinstance(heads, int) and not getattr(original, "is_decoder", False):
+            module.self = SelfAttention(original, heads, size**-0.5)
+            fused = True
+    return fused
+
+
+def _parts(module: object, names: set[str]) -> dict[str, nn.Module]:
+    """Returns the children of a module if they have exactly these names, else an empty dict."""
+    children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+    return children if children.keys() == names else {}
+
+
+def _function_activation(function: nn.Module | None) -> str | None:
+    """Returns the name of an activation, recognised by its values, or None."""
+    if function is None:
+        return None
+    x = torch.linspace(-6, 6, 101)
+    known: dict[str, Callable[[Tensor], Tensor]] = {
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+        "silu": functional.silu,
+    }
+    for name, candidate in known.items():
+        if torch.allclose(function(x.clone()), candidate(x), atol=1e-6):
+            return name
+    return None

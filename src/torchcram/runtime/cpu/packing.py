@@ -1,4 +1,4 @@
-"""Sparse matrices packed for the kernels, as tensors of bytes."""
+"""Packing sparse matrices for the CPU kernels, as tensors of bytes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torchcram.kernels.cpu.library import kernels, level
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAIRS, FOURS = 2, 3
+PAIRS, QUAD_ROWS = 2, 3  # layouts of a packed matrix, convolution_struct in packed.h
 _FORMER_MAGIC = b"CRAM1\0\0\0"
 _ALIGNMENT = 8  # bytes
-_ROWS_AT = 16  # in the header of a packed matrix, after its magic number and its size
+_ROWS_AT = 16  # byte of the header that holds the number of rows
 _MOST = 2**31 - 1
-_PAIRS_FROM = 0.88  # sparsity: below it, rows share so many columns that fours pay
-_BLOCK = 128  # columns whose panel of 64 tokens stays in L1, with room for what passes through
+_PAIRS_FROM = 0.88  # sparsity; below it, rows share enough columns for quad rows to pay
+_BLOCK = 128  # columns; their panel of 64 tokens leaves room in L1
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A two-dimensional convolution: (rows, columns) of each.
+    """Geometry of a two-dimensional convolution; every attribute is a pair (rows, columns).
 
     Attributes:
-        kernel: its size.
-        stride: as in `torch.nn.Conv2d`, like the others.
-        padding: zeros on both sides.
-        dilation: the distance of kernel elements.
+        kernel: Size of the kernel.
+        stride: Step from one output to the next.
+        padding: Number of zeros on each side.
+        dilation: Distance between kernel elements.
 
     Raises:
-        ValueError: if a number is too small, or no image could be as large.
+        ValueError: If a number is too small or larger than any image.
     """
 
     kernel: tuple[int, int]
@@ -45,15 +45,16 @@ class Geometry:
     dilation: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        """Makes sure that the kernels can count with it."""
+        """Checks that the kernels can compute with the numbers."""
         numbers = (*self.kernel, *self.stride, *self.dilation)
         if min(numbers) < 1 or min(self.padding) < 0 or max(*numbers, *self.padding) > _MOST:
             raise ValueError(
-                f"{self} is no geometry: numbers go from 1, those of padding from 0, to {_MOST}"
+                f"kernel, stride and dilation must be in [1, {_MOST}], padding in [0, {_MOST}], "
+                f"got {self}"
             )
 
     def output(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of the output for those of an input."""
+        """Returns the height and width of the output for an input of this height and width."""
         sides = []
         for side, size in enumerate((height, width)):
             reach = self.dilation[side] * (self.kernel[side] - 1) + 1
@@ -62,17 +63,17 @@ class Geometry:
 
 
 @functools.lru_cache(maxsize=1024)
-def described(
+def convolution_struct(
     geometry: Geometry, batch: int, channels: int, size: tuple[int, int], padded: tuple[int, int]
 ) -> ctypes.Array[ctypes.c_int64]:
-    """Returns what the kernels want to know about a convolution.
+    """Returns a convolution as the kernels take it: `Convolution` in packed.h.
 
     Args:
-        geometry: its stride and the like.
-        batch: how many images.
-        channels: of each.
-        size: their rows and columns.
-        padded: the rows and columns that the kernels see.
+        geometry: Geometry of the convolution.
+        batch: Number of images.
+        channels: Number of input channels.
+        size: Rows and columns of an image.
+        padded: Rows and columns of an image as it is passed to the kernels.
     """
     pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
     numbers = [batch, channels, *padded, *(number for pair in pairs for number in pair)]
@@ -80,68 +81,88 @@ def described(
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def pack_linear(weight: Tensor, *, form: int | None = None) -> Tensor:
-    """Packs a matrix (outputs, inputs) for Linear layers and convolutions by pixels.
+def pack_linear(weight: Tensor, *, layout: int | None = None) -> Tensor:
+    """Packs a matrix (outputs, inputs) for Linear layers and for panels of pixels.
+
+    Args:
+        weight: Weight whose first dimension is the outputs; the others are flattened.
+        layout: `PAIRS` or `QUAD_ROWS`; by default the faster one for this sparsity.
 
     Raises:
-        ValueError: if there is nothing in it.
+        ValueError: If the weight is empty.
     """
     weight = _matrix(weight)
-    form = form or _form_for(weight)
+    layout = layout or _layout_for(weight)
     call = kernels().torchcram_pack_linear
     rows, inner = weight.shape
-    return _packed(lambda out, room: call(weight.data_ptr(), rows, inner, form, _BLOCK, out, room))
+    return _packed(
+        lambda out, room: call(weight.data_ptr(), rows, inner, layout, _BLOCK, out, room)
+    )
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    """Packs a matrix of int8: four neighbours of a row at a time."""
+    """Packs an int8 matrix: four neighbouring weights of a row become one value."""
     outputs, inputs = weight.shape
     whole = torch.zeros(outputs, (inputs + 3) // 4 * 4, dtype=torch.int8)
     whole[:, :inputs] = weight
-    words = whole.view(torch.int32).view(torch.float32)  # bits; they are only moved
-    return pack_linear(words, form=PAIRS)
+    words = whole.view(torch.int32).view(torch.float32)  # bit patterns; packing only moves them
+    return pack_linear(words, layout=PAIRS)
 
 
-def pack_images(weight: Tensor, geometry: Geometry, *, form: int | None = None) -> Tensor:
+def pack_images(weight: Tensor, geometry: Geometry, *, layout: int | None = None) -> Tensor:
     """Packs the weight of a convolution for panels of images.
 
+    Args:
+        weight: Weight (outputs, inputs, rows, columns).
+        geometry: Geometry of the convolution.
+        layout: `PAIRS` or `QUAD_ROWS`; by default the faster one for this sparsity.
+
     Raises:
-        ValueError: if it is of another geometry, empty, or its kernel is too large.
+        ValueError: If the weight has another kernel size or is empty, or the kernel is too large.
     """
     if weight.shape[2:] != geometry.kernel:
-        raise ValueError(f"a weight of {tuple(weight.shape)} has no kernel of {geometry.kernel}")
+        raise ValueError(
+            f"the geometry has a kernel of {geometry.kernel}, but the weight is of shape "
+            f"{tuple(weight.shape)}"
+        )
     channels, weight = weight.shape[1], _matrix(weight)
-    shape = described(geometry, 1, channels, geometry.kernel, geometry.kernel)
-    form = form or _form_for(weight)
+    shape = convolution_struct(geometry, 1, channels, geometry.kernel, geometry.kernel)
+    layout = layout or _layout_for(weight)
     call = kernels().torchcram_pack_images
     rows = weight.shape[0]
-    return _packed(lambda out, room: call(weight.data_ptr(), rows, form, shape, out, room))
+    return _packed(lambda out, room: call(weight.data_ptr(), rows, layout, shape, out, room))
 
 
 def check_packed(packed: Tensor) -> None:
-    """Makes sure that the kernels can trust a tensor.
+    """Checks that a tensor is a packed matrix that the kernels can trust.
 
     Raises:
-        ValueError: if it is no packed matrix.
+        ValueError: If it is not.
     """
     good = packed.dtype == torch.uint8 and packed.dim() == 1 and packed.is_contiguous()
     good = good and not packed.is_meta
     here = _aligned(packed.cpu()) if good else packed
     if not good or not kernels().torchcram_check(here.data_ptr(), here.numel()):
         raise ValueError(
-            f"{packed.numel()} values of {packed.dtype} are no packed sparse matrix"
+            f"{packed.numel()} values of {packed.dtype} are not a packed sparse matrix"
             f"{_hint(here) if good else ''}"
         )
 
 
 def _hint(packed: Tensor) -> str:
     if packed.numel() >= 8 and bytes(packed[:8].tolist()) == _FORMER_MAGIC:
-        return ": an earlier version of torchcram packed it, prepare the model again"
+        return ": it was packed by an earlier version of torchcram, prepare the model again"
     return ""
 
 
 class _Known(NamedTuple):
-    """A packed matrix that has been checked: which one, what its state was then, and its rows."""
+    """A packed matrix that has been checked.
+
+    Attributes:
+        tensor: Weak reference to the packed matrix.
+        state: Address, size and version at the time of the check.
+        rows: Number of rows of the matrix.
+    """
 
     tensor: weakref.ref[Tensor]
     state: tuple[int, int, int | None]
@@ -152,15 +173,15 @@ _known: dict[int, _Known] = {}
 
 
 def rows_of(packed: Tensor) -> int:
-    """Returns how many rows a packed matrix has, which is checked where it is new or has changed.
+    """Returns the number of rows of a packed matrix, and checks it if it is new or has changed.
 
-    It is known by identity: its memory alone may be that of another one by now. Torch counts the
-    changes of a tensor, but not those of one made in inference mode, which is therefore checked
-    every time; `owned` makes one of the other kind. What is written behind the back of torch may
-    not be noticed: results are wrong then, but the kernels stay within their memory.
+    Checked tensors are remembered by identity, because another tensor may reuse their memory.
+    Torch counts the changes of a tensor, except for one made in inference mode, which is therefore
+    checked every time; `owned` returns one whose changes are counted. Writes that torch does not
+    see may go unnoticed: results are wrong then, but the kernels stay within their memory.
 
     Raises:
-        ValueError: if it is no packed matrix, or the kernels cannot read it where it lies.
+        ValueError: If it is not a packed matrix, or is not aligned in memory.
     """
     version = None if packed.is_inference() else packed._version
     address, key = packed.data_ptr(), id(packed)
@@ -170,7 +191,7 @@ def rows_of(packed: Tensor) -> int:
         return known.rows
     if address % _ALIGNMENT:
         raise ValueError(
-            f"a packed matrix must lie at a multiple of {_ALIGNMENT} bytes in memory: clone it"
+            f"a packed matrix must be aligned to {_ALIGNMENT} bytes in memory: clone it"
         )
     check_packed(packed)
     rows = ctypes.c_int64.from_address(address + _ROWS_AT).value
@@ -180,10 +201,10 @@ def rows_of(packed: Tensor) -> int:
 
 
 def owned(packed: Tensor) -> Tensor:
-    """Returns a packed matrix for a layer to keep, which is a copy where it has to be.
+    """Returns a packed matrix for a layer to keep, copied if necessary.
 
-    The kernels can read it where it lies, and torch counts its changes, because it was not made in
-    inference mode.
+    It is aligned for the kernels, and torch counts its changes because it was not made in inference
+    mode.
     """
     with torch.inference_mode(False):
         return packed.clone() if packed.is_inference() else _aligned(packed)
@@ -196,16 +217,16 @@ def _aligned(packed: Tensor) -> Tensor:
 def _matrix(weight: Tensor) -> Tensor:
     if weight.dim() < 2 or weight.numel() == 0:
         raise ValueError(
-            f"a weight of shape {tuple(weight.shape)} cannot be packed: it takes rows and columns, "
-            "at least one of each"
+            f"a weight of shape {tuple(weight.shape)} cannot be packed: it must have at least one "
+            "row and one column"
         )
     return weight.detach().to("cpu", torch.float32).flatten(1).contiguous()
 
 
-def _form_for(weight: Tensor) -> int:
-    # The sums of four rows fill the registers that AVX-512 alone has.
-    fours = level() == "avx512" and _sparsity(weight) < _PAIRS_FROM
-    return FOURS if fours else PAIRS
+def _layout_for(weight: Tensor) -> int:
+    # Only AVX-512 has enough registers for the sums of four rows.
+    shared = level() == "avx512" and _sparsity(weight) < _PAIRS_FROM
+    return QUAD_ROWS if shared else PAIRS
 
 
 def _sparsity(weight: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""A copy of a model that runs its sparse layers on the sparse kernels."""
+"""`prepare`: a copy of a model whose sparse layers run on the CPU kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,27 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
-from torchcram.runtime.cpu.bert_fusion import fuse_encoder_
-from torchcram.runtime.cpu.candidates import Choice, candidates, time_models
-from torchcram.runtime.cpu.fuse import as_graph, fuse_tails_, lay_images_innermost_, outputs_close
+from torchcram.runtime.cpu.fuse import (
+    as_graph,
+    fuse_encoder_,
+    fuse_epilogues_,
+    lay_images_innermost_,
+)
 from torchcram.runtime.cpu.modules import SparseConv2d
-from torchcram.runtime.cpu.replace_layers import Inputs, call, layer_inputs, left, replace_layers_
+from torchcram.runtime.cpu.replace_layers import (
+    Choice,
+    Inputs,
+    call,
+    candidates,
+    dense_choice,
+    layer_inputs,
+    replace_layers_,
+    time_models,
+)
+from torchcram.runtime.outputs import outputs_close
 from torchcram.weights import layer_weights
 
-_CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # to the largest output: rounding, no more
+_CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
 _REPORT = "_torchcram_report"
 
 
@@ -32,45 +45,48 @@ def prepare(
     fuse: bool = True,
     int8: bool = False,
 ) -> nn.Module:
-    """Returns a copy of `model` in eval mode that runs fast on the CPU where its weights are zero.
+    """Returns a copy of `model` in eval mode that skips the zeros in its weights on the CPU.
 
-    Linear and Conv2d layers get sparse kernels where it pays. With an example that is measured on
-    the shapes and memory formats in use, of each layer and then of the model as a whole, which
-    stays dense if it does not get faster. Without one nothing is measured, and only layers that are
-    large and sparse enough to be faster whatever they receive become sparse. `report` says what
-    became of each layer, and why. Where the kernels have not been built, all layers stay dense.
+    Linear and Conv2d layers get sparse kernels where that is faster. With an example, each layer is
+    timed with the shapes and memory formats in use, and then the model as a whole, which stays
+    dense if it does not get faster. Without an example nothing is timed, and only layers that are
+    large and sparse enough to be faster with any input become sparse. `report` tells what was done
+    with each layer, and why. If the kernels have not been built, all layers stay dense.
 
     With an example, a model that `torch.fx` can trace is also fused: batch norms are folded into
-    convolutions, and sparse layers do the activation and the addition that follow them. The outputs
-    for the example are compared with those of the model; if they differ, it is left unfused.
+    convolutions, and sparse layers compute the activation and the addition that follow them. The
+    outputs for the example are compared with those of the model; if they differ, it is not fused.
 
     Args:
-        model: any module; its weights have been compressed.
-        example_inputs: what the model is called with: a tensor, a tuple of arguments, or a mapping
-            of keyword arguments. Layers get kernels that suit this batch size and shape; others
-            work too.
-        fuse: whether to fuse.
-        int8: whether Linear layers may compute in 8 bits, where there are kernels for that (AVX-512
-            VNNI): weights rounded per output, activations per token. Outputs change by about 1 %.
+        model: Model with compressed weights; it stays unchanged.
+        example_inputs: Inputs that the model is called with: a tensor, a tuple of arguments, or a
+            mapping of keyword arguments. Kernels are chosen for their batch size and shape; other
+            inputs work, too.
+        fuse: Whether to fuse operations into sparse layers.
+        int8: Whether Linear layers may compute in 8 bits if there are kernels for it (AVX-512
+            VNNI). Weights are rounded per output and activations per token, which changes outputs
+            by about 1 %.
     """
     fast = copy.deepcopy(model).eval().requires_grad_(False)
-    if "" in candidates(fast):  # a layer that is the model cannot be replaced within it
+    if "" in candidates(fast):  # a model that is a single layer cannot be changed in place
         fast = nn.Sequential(fast)
     others = _without_kernel(fast)
     if not available():
-        choices = [left(name, layer, "no kernels") for name, layer in candidates(fast).items()]
+        choices = [
+            dense_choice(name, layer, "no kernels") for name, layer in candidates(fast).items()
+        ]
         return _with_report(fast, [*choices, *others])
     if example_inputs is None:
         return _with_report(fast, [*replace_layers_(fast, int8=int8), *others])
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
-    if isinstance(fast, InParts):
+    if isinstance(fast, BatchSplitter):
         others = [replace(choice, name=f"model.{choice.name}") for choice in others]
     return _with_report(fast, [*report(fast), *others])
 
 
 def _without_kernel(model: nn.Module) -> list[Choice]:
-    """Returns what is said of weights that no kernel is for; all of them stay dense."""
+    """Returns the choices for weights of layers without a kernel; all of them stay dense."""
     choices = []
     known = {id(layer._parameters.get("weight")) for layer in candidates(model).values()}
     for name, weight in layer_weights(model).items():
@@ -79,21 +95,21 @@ def _without_kernel(model: nn.Module) -> list[Choice]:
         path, _, parameter = name.rpartition(".")
         kind = type(model.get_submodule(path)).__name__
         zeros = 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
-        said = path if parameter == "weight" else name
-        choices.append(Choice(said, kind, zeros, False, f"no kernel is for {kind} layers"))
+        label = path if parameter == "weight" else name
+        choices.append(Choice(label, kind, zeros, False, f"there is no kernel for {kind} layers"))
     return choices
 
 
 def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> nn.Module:
-    """Returns the fastest of what gives the outputs of `dense` for the example."""
+    """Returns the fastest model that has the outputs of `dense` for the example."""
     expected = call(dense, example)
 
     def agrees(other: nn.Module, *, int8: bool) -> bool:
         try:
-            found = call(other, example)
-        except Exception:  # noqa: BLE001  what does not run is left out, whatever the reason
+            actual = call(other, example)
+        except Exception:  # noqa: BLE001  a model that does not run is not used, whatever the reason
             return False
-        return outputs_close(expected, found, _CLOSE_INT8 if int8 else _CLOSE)
+        return outputs_close(expected, actual, _CLOSE_INT8 if int8 else _CLOSE)
 
     graph = as_graph(copy.deepcopy(dense)) if fuse else None
     fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
@@ -106,19 +122,19 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
         if agrees(fast, int8=eight):
             break
     else:
-        why = "the outputs are others"
-        return _with_report(dense, [_lost(choice, why) for choice in choices])
+        why = "the outputs differ"
+        return _with_report(dense, [_stays_dense(choice, why) for choice in choices])
     encoder = copy.deepcopy(fast)
     if fuse and fuse_encoder_(encoder) and agrees(encoder, int8=eight):
         fast = encoder
     slower = any(choice.sparse for choice in choices) and _slower(dense, fast, example)
     if slower:
-        return _with_report(dense, [_lost(choice, slower) for choice in choices])
+        return _with_report(dense, [_stays_dense(choice, slower) for choice in choices])
     return _with_report(fast, choices)
 
 
 def _slower(dense: nn.Module, sparse: nn.Module, example: Inputs) -> str:
-    """Returns why a model with sparse layers does not pay; nothing where it does."""
+    """Returns why a model with sparse layers does not pay, or an empty string if it does."""
     times = time_models(partial(call, dense, example), partial(call, sparse, example))
     if times.sparse < times.dense:
         return ""
@@ -131,23 +147,26 @@ def _slower(dense: nn.Module, sparse: nn.Module, example: Inputs) -> str:
 def report(model: nn.Module) -> tuple[Choice, ...]:
     """Returns what `prepare` did with each layer of `model`.
 
+    Args:
+        model: Model that `prepare` returned.
+
     Raises:
-        ValueError: if `prepare` did not make the model.
+        ValueError: If the model does not come from `prepare`.
     """
-    found: tuple[Choice, ...] | None = getattr(model, _REPORT, None)
-    if found is None:
+    choices: tuple[Choice, ...] | None = getattr(model, _REPORT, None)
+    if choices is None:
         raise ValueError(
             f"this {type(model).__name__} does not come from torchcram.runtime.prepare"
         )
-    return found
+    return choices
 
 
-class InParts(nn.Module):
-    """Runs a model on so few images at a time that what it computes stays in the caches.
+class BatchSplitter(nn.Module):
+    """Runs a model on a few images at a time, so that its activations stay in the caches.
 
     Args:
-        model: one that treats each image alone.
-        images: how many at a time.
+        model: Model that treats each image independently.
+        images: Number of images at a time.
     """
 
     def __init__(self, model: nn.Module, images: int) -> None:
@@ -165,30 +184,30 @@ class InParts(nn.Module):
 def _fused(
     graph: fx.GraphModule, example: Inputs, *, int8: bool, expected: object
 ) -> nn.Module | None:
-    """Returns the graph with its sparse layers, or None where it does not run."""
+    """Returns the graph with sparse layers, or None if it does not run."""
     images = 16 * max(1, torch.get_num_threads() // 4)
     part, many = example, False
     if isinstance(example, Tensor) and example.dim() == 4 and len(example) > images:
-        # an output for each image, as far as one can see
+        # there seems to be one output per image
         many = isinstance(expected, Tensor) and expected.shape[:1] == example.shape[:1]
         part = example[:images] if many else example
     try:
-        with redirect_stderr(io.StringIO()):  # where fx tells of errors, too
+        with redirect_stderr(io.StringIO()):  # fx also prints errors
             inputs = layer_inputs(graph, part)
             choices = replace_layers_(graph, inputs, int8=int8, innermost=True)
-            _tell_shapes_(graph, part)
-            fuse_tails_(graph)
+            _annotate_shapes_(graph, part)
+            fuse_epilogues_(graph)
             lay_images_innermost_(graph)
-    except Exception:  # noqa: BLE001  a graph that does not run is no loss
+    except Exception:  # noqa: BLE001  the model is then prepared without a graph
         return None
     fast: nn.Module = graph
     if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
-        fast = InParts(graph, images)
+        fast = BatchSplitter(graph, images)
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
     return _with_report(fast.eval(), choices)
 
 
-def _tell_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
+def _annotate_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
     """Notes the shape and the memory format of every result in the graph."""
     arguments = example if isinstance(example, tuple) else (example,)
     if isinstance(example, Mapping):
@@ -198,8 +217,8 @@ def _tell_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
     ShapeProp(graph).propagate(*arguments)
 
 
-def _lost(choice: Choice, why: str) -> Choice:
-    """Returns what is said of a layer that could be faster where the model stays dense."""
+def _stays_dense(choice: Choice, why: str) -> Choice:
+    """Returns the choice for a layer that stays dense because the model as a whole does."""
     reason = f"{choice.reason}, but {why}"
     return replace(choice, sparse=False, reason=reason) if choice.sparse else choice
 

@@ -1,28 +1,300 @@
-"""Exchanging the layers of a model for sparse ones."""
+"""Replacing dense layers by sparse ones where that is faster with the shapes in use."""
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import has_int8
-from torchcram.runtime.cpu.candidates import (
-    Choice,
-    LayerInput,
-    Races,
-    by_measure,
-    by_rule,
-    candidates,
-    may_be_channels_last,
-    sparsity_of,
-    unsupported_reason,
-)
-from torchcram.runtime.cpu.modules import PackedLayer
+from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d, SparseLinear, SparseLinearInt8
+from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
+from torchcram.runtime.cpu.packing import Geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a model is called with: a tensor, arguments, or keyword arguments."""
+"""Inputs of a model: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+
+Timings = dict[str, dict[str, float]]
+"""Milliseconds of each way to run a layer, by the description of the layer and its input."""
+
+
+class Rule(NamedTuple):
+    """Requirements on a layer to become sparse without timing it.
+
+    Attributes:
+        sparsity: Minimum fraction of zeros in the weight.
+        weights: Minimum number of weights, including zeros.
+    """
+
+    sparsity: float
+    weights: int
+
+
+# Such layers are about as fast as dense ones even with a single token or a single small image.
+RULES = {"Linear": Rule(0.9, 2**19), "Conv2d": Rule(0.8, 2**15)}
+_LEAST = 0.3  # sparsity below which a layer cannot become faster and is not timed
+_MARGIN = 1.05  # speedup that a layer must reach by itself, to be faster in the model, too
+_ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer
+_MANY_IMAGES = 9  # batch size from which panels of images are tried
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """Shape and memory layout of the input of a layer, for timing the layer.
+
+    Attributes:
+        shape: Shape of the input.
+        stride: Strides of the input; None for a contiguous tensor.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> LayerInput:
+        """Returns the description of a tensor."""
+        return cls(tuple(x.shape), None if x.is_contiguous() else x.stride())
+
+    def sample(self) -> Tensor:
+        """Returns random numbers in the shape and memory layout of the input."""
+        if self.stride is None:
+            return torch.randn(self.shape)
+        pairs = zip(self.shape, self.stride, strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+        return torch.randn(extent).as_strided(self.shape, self.stride)
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        if self.stride is None:
+            return sizes
+        x = torch.empty_strided(self.shape, self.stride, device="meta")
+        channels_last = len(self.shape) == 4 and is_channels_last(x)
+        return f"{sizes} ({'channels_last' if channels_last else 'not contiguous'})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `prepare` did with a layer.
+
+    Attributes:
+        name: Name of the layer in the model.
+        kind: Name of the class of the layer.
+        sparsity: Fraction of zeros in its weight.
+        sparse: Whether it runs on the sparse kernels now.
+        reason: Reason for the choice, in words.
+        dense_ms: Milliseconds of the dense layer; None if it was not timed.
+        sparse_ms: Milliseconds on the sparse kernels; None if it was not timed.
+    """
+
+    name: str
+    kind: str
+    sparsity: float
+    sparse: bool
+    reason: str
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+
+    def __str__(self) -> str:
+        state = "sparse" if self.sparse else "dense"
+        return f"{self.name} ({self.kind}, {self.sparsity:.1%} zeros): {state}, {self.reason}"
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the layers of `model` that may become sparse, by name; a shared layer once."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, nn.Conv2d)  # subclasses may compute something else
+    }
+
+
+def unsupported_reason(layer: nn.Module) -> str | None:
+    """Returns why the kernels cannot run a layer, or None if they can."""
+    weight = layer.weight
+    if not isinstance(weight, Tensor) or weight.dtype != torch.float32:
+        return f"its weight is {getattr(weight, 'dtype', 'no tensor')}, not float32"
+    if weight.device.type != "cpu":
+        return f"it is on {weight.device}, not on the CPU"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    if isinstance(layer, nn.Conv2d):
+        if layer.groups != 1:
+            return f"it has {layer.groups} groups"
+        if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+            return f"its padding is {layer.padding!r} ({layer.padding_mode})"
+    return None
+
+
+def sparsity_of(layer: nn.Module) -> float:
+    """Returns the fraction of zeros in the weight of a layer."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)  # noqa: S101
+    return 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
+
+
+def sparse_version(layer: nn.Module, *, by_images: bool = False, int8: bool = False) -> nn.Module:
+    """Returns the same layer on the sparse kernels.
+
+    Args:
+        layer: Linear or Conv2d layer.
+        by_images: Whether a convolution uses panels of images.
+        int8: Whether a Linear layer computes in 8 bits.
+    """
+    if isinstance(layer, nn.Linear):
+        return (SparseLinearInt8 if int8 else SparseLinear)(layer.weight, layer.bias)
+    assert isinstance(layer, nn.Conv2d)  # noqa: S101
+    return SparseConv2d(layer.weight, layer.bias, geometry_of(layer), by_images=by_images)
+
+
+def geometry_of(layer: nn.Conv2d) -> Geometry:
+    """Returns the geometry of a convolution."""
+    pairs = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    (a, b), (c, d), (e, f), (g, h) = (tuple(map(int, pair)) for pair in pairs)
+    return Geometry((a, b), (c, d), (e, f), (g, h))
+
+
+def choose_by_rule(
+    name: str, layer: nn.Module, *, may_be_channels_last: bool, int8: bool = False
+) -> tuple[Choice, nn.Module | None]:
+    """Decides without timing; returns the choice, and the sparse layer or None.
+
+    Args:
+        name: Name of the layer.
+        layer: Dense layer.
+        may_be_channels_last: Whether convolutions of the model may receive inputs in the
+            channels_last format; see `may_be_channels_last`.
+        int8: Whether 8 bits are allowed.
+    """
+    kind, sparsity = type(layer).__name__, sparsity_of(layer)
+    rule, weight = RULES[kind], layer.weight
+    assert isinstance(weight, Tensor)  # noqa: S101
+    problem = None
+    if round(sparsity, 3) < rule.sparsity:  # the exact share is seldom a whole number of weights
+        problem = f"fewer than {rule.sparsity:.0%} zeros"
+    elif weight.numel() < rule.weights:
+        problem = f"fewer than {rule.weights} weights"
+    elif kind == "Conv2d" and may_be_channels_last:
+        problem = "the model has grouped convolutions or weights in the channels_last format"
+    if problem is not None:
+        reason = f"{problem}, and nothing was measured without an example"
+        return Choice(name, kind, sparsity, False, reason), None
+    reason = f"at least {rule.sparsity:.0%} zeros and {rule.weights} weights; not measured"
+    return Choice(name, kind, sparsity, True, reason), sparse_version(layer, int8=int8)
+
+
+def may_be_channels_last(model: nn.Module) -> bool:
+    """Returns whether convolutions of a model may receive inputs in the channels_last format.
+
+    The sparse kernels transpose such inputs and outputs, which may cost more than they save. The
+    format shows in the weights; models with grouped convolutions often permute dimensions
+    themselves.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return any(layer.groups > 1 for layer in layers) or any(
+        is_channels_last(layer.weight) for layer in layers if type(layer) is nn.Conv2d
+    )
+
+
+def choose_by_timing(
+    name: str,
+    layer: nn.Module,
+    received: LayerInput,
+    *,
+    timings: Timings,
+    int8: bool = False,
+    innermost: bool = False,
+) -> tuple[Choice, nn.Module | None]:
+    """Times a layer with an input like its own; returns the choice, and the sparse layer if faster.
+
+    Args:
+        name: Name of the layer.
+        layer: Dense layer.
+        received: Shape and strides of its input.
+        timings: Times measured so far; identical layers are timed once.
+        int8: Whether 8 bits are allowed.
+        innermost: Whether images stay the innermost dimension between neighbouring layers for
+            panels of images, so that none of them transposes.
+    """
+    kind, sparsity = type(layer).__name__, sparsity_of(layer)
+    if sparsity < _LEAST and not int8:
+        return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
+    alike = f"{layer} {received.shape} {received.stride} {sparsity:.2f}"
+    if alike not in timings:
+        timings[alike] = _measure(layer, received, int8=int8, innermost=innermost)
+    times = dict(timings[alike])
+    dense_ms = times.pop("dense")
+    best = min(times, key=times.__getitem__)
+    if times.get("int8", float("inf")) < 1.1 * times[best]:
+        best = "int8"  # two neighbouring layers in 8 bits can be fused
+    pays = _MARGIN * times[best] < dense_ms
+    reason = (
+        f"the sparse kernel alone is {dense_ms / times[best]:.2f} times as fast as dense on "
+        f"{received} ({times[best]:.3g} ms, dense {dense_ms:.3g} ms)"
+    )
+    reason += "" if pays else f", less than the {_MARGIN} times that count as faster"
+    choice = Choice(name, kind, sparsity, pays, reason, dense_ms, times[best])
+    new = sparse_version(layer, by_images=best == "by_images", int8=best == "int8")
+    return choice, new if pays else None
+
+
+def _measure(
+    layer: nn.Module, received: LayerInput, *, int8: bool = False, innermost: bool = False
+) -> dict[str, float]:
+    x = received.sample()
+    work: dict[str, Callable[[], object]] = {
+        "dense": functools.partial(layer, x),
+        "sparse": functools.partial(sparse_version(layer), x),
+    }
+    if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
+        images = images_innermost(x) if innermost else x
+        with suppress(ValueError):  # the kernel is too large for panels of images
+            work["by_images"] = functools.partial(sparse_version(layer, by_images=True), images)
+    if isinstance(layer, nn.Linear) and int8:
+        work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
+    with torch.no_grad():
+        return _time_in_turns(work)
+
+
+class ModelTimes(NamedTuple):
+    """Milliseconds of a whole model.
+
+    Attributes:
+        dense: Milliseconds with dense layers.
+        sparse: Milliseconds with sparse layers where these are faster.
+    """
+
+    dense: float
+    sparse: float
+
+
+def time_models(dense: Callable[[], object], sparse: Callable[[], object]) -> ModelTimes:
+    """Times two ways to run a model."""
+    return ModelTimes(**_time_in_turns({"dense": dense, "sparse": sparse}))
+
+
+def _time_in_turns(work: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Returns the least time of each call in milliseconds; the calls take turns."""
+    best = dict.fromkeys(work, float("inf"))
+    end = None
+    for turn in range(_ROUNDS + 1):
+        for key, call in work.items():
+            start = time.perf_counter()
+            call()
+            if turn:  # the first turn is a warm-up
+                best[key] = min(best[key], 1000 * (time.perf_counter() - start))
+        end = end or time.perf_counter() + _SECONDS
+        if turn > 2 and time.perf_counter() > end:
+            break
+    return best
 
 
 def replace_layers_(
@@ -32,41 +304,43 @@ def replace_layers_(
     int8: bool = False,
     innermost: bool = False,
 ) -> list[Choice]:
-    """Gives layers sparse kernels where it pays, in place; returns what was done.
+    """Replaces layers by sparse ones where that is faster, in place; returns the choices.
 
     Args:
         model: Dense model.
-        inputs: Inputs of the layers that are reached, to time the layers with; None goes by a rule.
+        inputs: Inputs of the layers that the example reaches, by name, for timing; None to decide
+            by `RULES`.
         int8: Whether 8 bits are allowed.
-        innermost: Whether neighbouring layers for panels of images hand each other images
-            innermost, as `torchcram.runtime.cpu.fuse.lay_images_innermost_` makes them do.
+        innermost: Whether images stay the innermost dimension between neighbouring layers for
+            panels of images; see `torchcram.runtime.cpu.fuse.lay_images_innermost_`.
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
-    races: Races = {}
+    timings: Timings = {}
     choices = []
     for name, layer in candidates(model).items():
         problem = unsupported_reason(layer)
         if problem is None and inputs is not None and name not in inputs:
             problem = "the example does not reach it"
         if problem is not None:
-            choices.append(left(name, layer, problem))
+            choices.append(dense_choice(name, layer, problem))
             continue
         new: nn.Module | None
         if inputs is None:
-            choice, new = by_rule(name, layer, may_be_channels_last=channels_last, int8=int8)
+            choice, new = choose_by_rule(name, layer, may_be_channels_last=channels_last, int8=int8)
         else:
-            choice, new = by_measure(
-                name, layer, inputs[name], races=races, int8=int8, innermost=innermost
+            choice, new = choose_by_timing(
+                name, layer, inputs[name], timings=timings, int8=int8, innermost=innermost
             )
         if new is not None:
             _replace_everywhere_(model, layer, new)
         choices.append(choice)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(one, PackedLayer) for one in module.modules()
+            isinstance(child, PackedLayer) for child in module.modules()
         ):
-            module.activation_relu_or_gelu = 0  # its shortcut would unpack the weights
+            # Its fast path would unpack the weights.
+            module.activation_relu_or_gelu = 0
     return choices
 
 
@@ -78,7 +352,7 @@ def _replace_everywhere_(model: nn.Module, old: nn.Module, new: nn.Module) -> No
 
 
 def layer_inputs(model: nn.Module, example: Inputs) -> dict[str, LayerInput]:
-    """Runs the example and returns what the layers of a model receive, by name."""
+    """Runs the example and returns the inputs of the layers of a model, by name."""
     inputs: dict[str, LayerInput] = {}
     handles = []
     for name, layer in candidates(model).items():
@@ -103,6 +377,6 @@ def call(model: nn.Module, example: Inputs) -> object:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
-def left(name: str, layer: nn.Module, reason: str) -> Choice:
-    """Returns what is said about a layer that stays dense."""
+def dense_choice(name: str, layer: nn.Module, reason: str) -> Choice:
+    """Returns the choice for a layer that stays dense."""
     return Choice(name, type(layer).__name__, sparsity_of(layer), False, reason)

@@ -1,4 +1,7 @@
-"""Linear layers for compressed weights: on torch's kernels for 2:4 and 4 bits, on ours for 8."""
+"""Linear layers for compressed weights on a GPU, and the requirements of their kernels.
+
+2:4 and 4 bits run on kernels of torch, 8 bits on a Triton kernel of torchcram.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,98 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime.gpu.rules import DTYPES, int4_group, int4_tiles
 from torchcram.weights import cuda_kernels
 
 if TYPE_CHECKING:
-    from torchcram.runtime.onnx.integers import Integers
+    from torchcram.runtime.integers import Integers
+
+DTYPES = (torch.bfloat16, torch.float16)
+ROWS, COLUMNS = 32, 64  # multiples of 2:4 weights in CUTLASS; cuSPARSELt needs 16 and 16
+GROUPS = (256, 128, 64, 32)  # inputs per scale in torch._weight_int4pack_mm
+INNER = {8: 128, 4: 64, 2: 32}  # inner tiles of int4 weights: multiple of inputs that they need
+
+
+def is_two_of_four(weight: Tensor) -> bool:
+    """Returns whether every four neighbouring inputs have at most two nonzero weights."""
+    if weight.dim() != 2 or weight.shape[1] % 4:
+        return False
+    kept = (weight != 0).view(-1, 4).sum(1)
+    return bool((kept <= 2).all())
+
+
+def why_not_sparse(weight: Tensor, dtype: torch.dtype) -> str | None:
+    """Returns why a Linear weight cannot be a semi-structured tensor, or None if it can.
+
+    Args:
+        weight: Weight (outputs, inputs).
+        dtype: Dtype that the layer computes in.
+    """
+    if not is_two_of_four(weight):
+        return "not 2:4"
+    if dtype not in DTYPES:
+        return f"2:4 is for bfloat16 and float16, not {_plain(dtype)}"
+    outputs, inputs = weight.shape
+    return _multiples("2:4", outputs, ROWS, inputs, COLUMNS)
+
+
+def why_not_int8(integers: Integers, dtype: torch.dtype) -> str | None:
+    """Returns why a Linear layer cannot be an `Int8Linear`, or None if it can.
+
+    Args:
+        integers: Integers and scales of its weight.
+        dtype: Dtype that the layer computes in.
+    """
+    if dtype not in DTYPES:
+        return f"int8 is for bfloat16 and float16, not {_plain(dtype)}"
+    if integers.block:
+        return "int8 needs one scale per output, not per group"
+    return None
+
+
+def why_not_int4(integers: Integers, dtype: torch.dtype) -> str | None:
+    """Returns why a Linear layer cannot be an `Int4Linear`, or None if it can.
+
+    Args:
+        integers: Integers and scales of its weight.
+        dtype: Dtype that the layer computes in.
+    """
+    if int(integers.values.abs().max()) > 7:
+        return "more than 4 bits"
+    if dtype != torch.bfloat16:
+        return f"int4 is for bfloat16, not {_plain(dtype)}"
+    outputs, inputs = integers.values.shape
+    if integers.block and int4_group(integers.block) is None:
+        return f"int4 needs groups of a multiple of {GROUPS[-1]} inputs, not {integers.block}"
+    return _multiples("int4", outputs, 8, inputs, GROUPS[-1])
+
+
+def int4_group(size: int) -> int | None:
+    """Returns the largest group of torch._weight_int4pack_mm that divides `size` inputs."""
+    return next((group for group in GROUPS if size % group == 0), None)
+
+
+def int4_tiles(inputs: int) -> int:
+    """Returns the number of inner tiles for a number of inputs that is a multiple of 32."""
+    return next(tiles for tiles, multiple in INNER.items() if inputs % multiple == 0)
+
+
+def _multiples(kernel: str, outputs: int, rows: int, inputs: int, columns: int) -> str | None:
+    for what, count, multiple in (("outputs", outputs, rows), ("inputs", inputs, columns)):
+        if count % multiple:
+            return f"{kernel} needs a multiple of {multiple} {what}, not {count}"
+    return None
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def sparse_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Returns a Linear layer whose weight is a semi-structured tensor.
 
     Args:
-        weight: (outputs, inputs), 2:4, on a GPU; see `why_not_sparse`.
-        bias: or None.
+        weight: Weight (outputs, inputs) on a GPU that fits `why_not_sparse`.
+        bias: Bias of the outputs, or None.
     """
     outputs, inputs = weight.shape
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
@@ -36,12 +118,12 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class Int8Linear(nn.Module):
     """y = (x q^T) s + b, with q in 8 bits and one scale per output.
 
-    For few rows a kernel of our own reads q as it is. For many, or where there is no Triton, the
-    weight is expanded at every call: that saves memory between calls, and no time.
+    For few rows a Triton kernel reads q directly. For many rows, or without Triton, the weight is
+    dequantized at every call, which saves memory but no time.
 
     Args:
-        integers: q and s; see `why_not_int8`.
-        bias: or None.
+        integers: Integers q and scales s that fit `why_not_int8`.
+        bias: Bias of the outputs, or None.
     """
 
     values: Tensor
@@ -70,8 +152,8 @@ class Int4Linear(nn.Module):
     """y = x (q s)^T + b, with q packed in 4 bits and one scale per group of inputs, in bfloat16.
 
     Args:
-        integers: q and s, on a GPU; see `why_not_int4`.
-        bias: or None.
+        integers: Integers q and scales s on a GPU that fit `why_not_int4`.
+        bias: Bias of the outputs, or None.
     """
 
     packed: Tensor
@@ -81,9 +163,12 @@ class Int4Linear(nn.Module):
     def __init__(self, integers: Integers, bias: Tensor | None) -> None:
         super().__init__()
         inputs = integers.values.shape[1]
-        group = int4_group(integers.block or inputs)
+        per_scale = integers.block or inputs
+        group = int4_group(per_scale)
         if group is None:
-            raise ValueError(f"no group of inputs fits {integers.block or inputs}")
+            raise ValueError(
+                f"inputs per scale must be a multiple of {GROUPS[-1]}, got {per_scale}"
+            )
         self.group = group
         codes = four_bit_codes(integers.values)
         packed = torch._convert_weight_to_int4pack(codes, int4_tiles(inputs))
@@ -99,17 +184,17 @@ class Int4Linear(nn.Module):
 
 
 def four_bit_codes(values: Tensor) -> Tensor:
-    """Returns q + 8, two in a byte, the earlier one in the upper half: (outputs, inputs / 2)."""
+    """Returns q + 8, two codes in a byte, the first in the upper half: (outputs, inputs / 2)."""
     codes = (values + 8).to(torch.uint8)
     return (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
 
 
 def scales_and_zeros(integers: Integers, group: int) -> Tensor:
-    """Returns (inputs / group, outputs, 2) in bfloat16: s, and the value of the code 8, zero.
+    """Returns (inputs / group, outputs, 2) in bfloat16: the scale, and zero as the value of code 8.
 
     Args:
-        integers: q and s.
-        group: inputs per scale, a divisor of those that share one.
+        integers: Integers q and scales s.
+        group: Number of inputs per scale; a divisor of the number that share one.
     """
     outputs, inputs = integers.values.shape
     scale = integers.scale.view(outputs, -1)

@@ -1,8 +1,11 @@
-"""Compressed models on NVIDIA GPUs: torch's kernels, layer by layer, where they are faster."""
+"""`prepare_gpu`: a copy of a model whose Linear layers run on the fastest kernels of a GPU."""
 
 from __future__ import annotations
 
 import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,21 +13,59 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.operators import as_operator
-from torchcram.runtime.gpu.choice import Chooser, LayerChoice
-from torchcram.runtime.gpu.rules import DTYPES
-from torchcram.runtime.onnx.integers import find_integers, quantizer_of
+from torchcram.runtime.gpu.layers import (
+    DTYPES,
+    Int4Linear,
+    Int8Linear,
+    sparse_linear,
+    why_not_int4,
+    why_not_int8,
+    why_not_sparse,
+)
+from torchcram.runtime.integers import find_integers, quantizer_of
+from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchcram.operators import Operator
-    from torchcram.runtime.onnx.integers import Integers
+    from torchcram.runtime.integers import Integers
     from torchcram.weights import LayerWeights, Weights
 
 __all__ = ["LayerChoice", "Prepared", "prepare_gpu"]
 
+LEAST = 1.05  # speedup that a layer must reach to be replaced
+TOLERANCE = 0.02  # error of outputs in 16 bits, as a fraction of the largest
+CACHE = 128 * 2**20  # bytes; more than the caches of a GPU hold
+MOST = 64  # maximum number of copies of a layer
+BUDGET = 30.0  # milliseconds of a measurement
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The kernel of a layer, and the reason for it.
+
+    Attributes:
+        name: Name of the layer.
+        kernel: Kernel of the layer: "dense", "2:4", "int8" or "int4".
+        speedup: Speedup of the fastest kernel over dense on the real shape; None if none was timed.
+        reason: Reason for the choice, in words.
+    """
+
+    name: str
+    kernel: str
+    speedup: float | None
+    reason: str
+
 
 class Prepared(NamedTuple):
-    """A model ready to run, and what was done to its layers."""
+    """A prepared model.
+
+    Attributes:
+        model: Model on the GPU, in eval mode.
+        layers: Kernel of every compressed layer, and the reason for it.
+    """
 
     model: nn.Module
     layers: tuple[LayerChoice, ...]
@@ -38,54 +79,53 @@ def prepare_gpu(
     weights: Weights | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Prepared:
-    """Returns a copy of `model` for the GPU, with layers replaced where that is measured faster.
+    """Returns a copy of `model` on the GPU, with layers replaced where that is measured faster.
 
-    2:4 weights become semi-structured tensors; weights of up to 8 bits go through a kernel of our
-    own, of up to 4 bits through torch._weight_int4pack_mm. The copy is in eval mode, computes in
-    `dtype`, and cannot be trained.
+    2:4 weights become semi-structured tensors. Weights of up to 8 bits run on a Triton kernel, and
+    of up to 4 bits on torch._weight_int4pack_mm. The copy is in eval mode, computes in `dtype`, and
+    cannot be trained.
 
     Args:
-        model: compressed already; in float32 where it is quantized.
-        example: inputs of the size that will be run, by position. What is fast depends on it.
-        operator: what the model was compressed with, or its text; needed where it quantizes.
-        weights: what was compressed; by default all `compressible_weights(model)`.
-        dtype: bfloat16 or float16.
+        model: Compressed model, which stays unchanged; in float32 if it is quantized.
+        example: Positional inputs of the size that will be run, which decides what is fast.
+        operator: Operator that the model was compressed with, or its text; needed if it quantizes.
+        weights: Weights that were compressed; by default all `compressible_weights(model)`.
+        dtype: Dtype to compute in: bfloat16 or float16.
 
     Raises:
-        ValueError: if there is no CUDA device, a weight is not what `operator` makes, or `dtype` is
-            another one.
+        ValueError: If there is no CUDA device, a weight is not what `operator` makes, or `dtype` is
+            not allowed.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype}: allowed are {', '.join(map(str, DTYPES))}")
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     if not torch.cuda.is_available():
-        raise ValueError("prepare_gpu needs a CUDA device, and there is none")
+        raise ValueError("prepare_gpu needs a CUDA device, but none is available")
     chosen = layer_weights(model) if weights is None else weights_in(model, weights)
     integers = _integers(model, chosen, operator)
-    owners = layers_of(model, chosen)
+    owners = weight_names_by_layer(model, chosen)
     twin = copy.deepcopy(model).to("cuda", dtype).eval().requires_grad_(False)
     counts = count_rows(twin, tuple(_to_gpu(value, dtype) for value in example))
     chooser, choices = Chooser(), []
     for path, name in owners.items():
         layer = twin.get_submodule(path)
-        reason = why_left(path, layer, counts)
+        reason = why_dense(path, layer, counts)
         if reason is not None or not isinstance(layer, nn.Linear):
             choices.append(LayerChoice(path, "dense", None, str(reason)))
             continue
-        found = integers.get(name)
-        choice, faster = chooser.choose(path, layer, counts[path], integers=found)
+        choice, faster = chooser.choose(path, layer, counts[path], integers=integers.get(name))
         choices.append(choice)
         if faster is not None:
             twin = _replaced(twin, path, faster)
     for name in chosen:
         if name in owners.values():
             continue
-        layer = model.get_submodule(name.rpartition(".")[0])  # attention, say, or an LSTM
-        choices.append(LayerChoice(name, "dense", None, str(why_left(name, layer, counts))))
+        layer = model.get_submodule(name.rpartition(".")[0])  # such as attention or an LSTM
+        choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
     return Prepared(twin, tuple(choices))
 
 
-def layers_of(model: nn.Module, weights: Weights) -> dict[str, str]:
-    """Returns which layers use which weights: a tied one has several."""
+def weight_names_by_layer(model: nn.Module, weights: Weights) -> dict[str, str]:
+    """Returns the weight name of each layer by the path of the layer; weights may be tied."""
     names = {id(weight): name for name, weight in weights.items()}
     return {
         path: names[id(module._parameters["weight"])]
@@ -96,7 +136,7 @@ def layers_of(model: nn.Module, weights: Weights) -> dict[str, str]:
 
 @torch.no_grad()
 def count_rows(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
-    """Returns how many rows the input of every Linear layer has, the most where it runs often."""
+    """Returns the number of input rows of every Linear layer; the maximum if it runs repeatedly."""
     counts: dict[str, int] = {}
 
     def count(path: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -116,10 +156,10 @@ def count_rows(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
     return counts
 
 
-def why_left(path: str, layer: nn.Module, counts: dict[str, int]) -> str | None:
-    """Returns why a layer is not looked at any further; None where it is."""
+def why_dense(path: str, layer: nn.Module, counts: dict[str, int]) -> str | None:
+    """Returns why a layer is left dense without timing it, or None."""
     if not isinstance(layer, nn.Linear):
-        return f"a {type(layer).__name__}: torch has kernels for Linear alone"
+        return f"a {type(layer).__name__}: there are kernels for Linear only"
     if type(layer).forward is not nn.Linear.forward:
         return f"{type(layer).__name__} has a forward of its own"
     if not counts.get(path):
@@ -133,20 +173,20 @@ def _integers(
     quantize = quantizer_of(None if operator is None else as_operator(operator))
     if quantize is None:
         return {}
-    linear = {id(one.weight) for one in model.modules() if isinstance(one, nn.Linear)}
-    found = {
+    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    integers = {
         name: find_integers(weights, name, quantize)
         for name, weight in weights.items()
         if id(weight) in linear
     }
     return {
-        name: one._replace(values=one.values.cuda(), scale=one.scale.cuda())
-        for name, one in found.items()
+        name: each._replace(values=each.values.cuda(), scale=each.scale.cuda())
+        for name, each in integers.items()
     }
 
 
 def _replaced(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
-    if not path:  # the model is the layer
+    if not path:  # the model is the layer itself
         return layer
     model.set_submodule(path, layer)
     return model
@@ -154,3 +194,165 @@ def _replaced(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
 
 def _to_gpu(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to("cuda", dtype if value.is_floating_point() else value.dtype)
+
+
+# The fastest kernel of a layer
+
+
+class Kernel(NamedTuple):
+    """A way to run a layer.
+
+    Attributes:
+        why_not: Reason why it does not fit the layer; None if it does.
+        make: Function that makes the layer.
+    """
+
+    why_not: str | None
+    make: Callable[[], nn.Module]
+
+
+class Chooser:
+    """Chooses the kernels of layers; layers of the same shape are timed once."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[object, ...], float | None] = {}
+
+    @torch.no_grad()
+    def choose(
+        self, name: str, layer: nn.Linear, rows: int, *, integers: Integers | None
+    ) -> tuple[LayerChoice, nn.Module | None]:
+        """Returns the choice for a layer, and the layer to replace it with or None.
+
+        Args:
+            name: Name of the layer.
+            layer: Dense layer on the GPU.
+            rows: Number of rows of its input.
+            integers: Integers and scales of its weight on the GPU; None if it is not quantized.
+        """
+        kernels = kernels_for(layer, integers)
+        usable = {kind: kernel for kind, kernel in kernels.items() if kernel.why_not is None}
+        if not usable:
+            reasons = dict.fromkeys(str(kernel.why_not) for kernel in kernels.values())
+            return LayerChoice(name, "dense", None, "; ".join(reasons)), None
+        dense = self._time("dense", partial(copy.deepcopy, layer), layer, rows)
+        times = {
+            kind: self._time(kind, kernel.make, layer, rows) for kind, kernel in usable.items()
+        }
+        speedups = {
+            kind: dense / time
+            for kind, time in times.items()
+            if time is not None and dense is not None
+        }
+        if not speedups:
+            reason = f"{', '.join(usable)}: fails on this GPU, or computes other outputs"
+            return LayerChoice(name, "dense", None, reason), None
+        best = max(speedups, key=speedups.__getitem__)
+        measured = ", ".join(f"{kind} {value:.2f} x dense" for kind, value in speedups.items())
+        reason = f"{measured}, at {rows} rows"
+        if speedups[best] < LEAST:
+            return LayerChoice(name, "dense", speedups[best], reason), None
+        made = usable[best].make()
+        if not same_outputs(made, layer, rows):  # another layer of this shape was timed
+            reason = f"{best} computes other outputs with these weights"
+            return LayerChoice(name, "dense", speedups[best], reason), None
+        return LayerChoice(name, best, speedups[best], reason), made
+
+    def _time(
+        self, kind: str, make: Callable[[], nn.Module], layer: nn.Linear, rows: int
+    ) -> float | None:
+        key = (kind, *layer.weight.shape, layer.weight.dtype, layer.bias is None, rows)
+        if key not in self._times:
+            self._times[key] = _milliseconds(make, layer, rows)
+        return self._times[key]
+
+
+def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel]:
+    """Returns all kernels by name, with a reason for each that does not fit the layer."""
+    weight, bias, dtype = layer.weight.detach(), layer.bias, layer.weight.dtype
+    sparse = Kernel(why_not_sparse(weight, dtype), partial(sparse_linear, weight, bias))
+    if integers is None:
+        return {"2:4": sparse, "integers": Kernel("not quantized", partial(copy.deepcopy, layer))}
+    int8 = Kernel(why_not_int8(integers, dtype), partial(Int8Linear, integers, bias))
+    int4 = Kernel(why_not_int4(integers, dtype), partial(Int4Linear, integers, bias))
+    return {"2:4": sparse, "int8": int8, "int4": int4}
+
+
+def _milliseconds(make: Callable[[], nn.Module], layer: nn.Linear, rows: int) -> float | None:
+    """Times a layer; returns None if it fails on this GPU or computes other outputs."""
+    weight = layer.weight
+    try:
+        first = make()
+        if not same_outputs(first, layer, rows):
+            return None
+        count = count_copies(weight.numel() * weight.element_size())
+        copies = [first, *(make() for _ in range(count - 1))]
+        x = _random_rows(layer, rows)
+        return gpu_milliseconds([partial(each, x) for each in copies])
+    except Exception:  # noqa: BLE001  no kernel in this torch or for this GPU, or it does not compile
+        return None
+
+
+def _random_rows(layer: nn.Linear, rows: int) -> Tensor:
+    weight = layer.weight
+    return torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
+
+
+def same_outputs(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
+    """Returns whether a layer agrees with the dense one on random rows, up to rounding."""
+    x = _random_rows(layer, rows)
+    return agree(made(x), layer(x))
+
+
+def agree(actual: Tensor, expected: Tensor) -> bool:
+    """Returns whether two outputs in 16 bits agree up to rounding."""
+    return tensor_error(expected, actual).relative <= TOLERANCE
+
+
+# Time on the GPU alone
+
+
+def count_copies(weight_bytes: int) -> int:
+    """Returns the number of copies of a layer to run in turn, so that weights come from memory.
+
+    They do in a model, too: until a layer runs again, the other layers have filled the caches.
+    """
+    return max(1, min(MOST, -(-CACHE // max(weight_bytes, 1))))
+
+
+@torch.no_grad()
+def gpu_milliseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Returns the GPU time of a call: the median over replays of all calls as a CUDA graph.
+
+    Args:
+        calls: Functions to run one after another. If a single call exceeds the budget, only that
+            call is timed, without a graph.
+    """
+    calls[0]()  # compiles and tunes
+    torch.cuda.synchronize()
+    first = _elapsed(calls[0])
+    if first > BUDGET:
+        return first
+    calls = calls[: max(1, int(BUDGET / max(first, 1e-3)))]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    replay = _elapsed(graph.replay)
+    repeats = max(3, min(20, int(BUDGET / max(replay, 1e-3))))
+    return statistics.median(_elapsed(graph.replay) for _ in range(repeats)) / len(calls)
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))

@@ -1,4 +1,4 @@
-"""Compressed models as ONNX files."""
+"""Exporting compressed models to ONNX files."""
 
 from torchcram.runtime.onnx.export import export_onnx
 

@@ -1,4 +1,4 @@
-"""Changes to an exported graph: integers for weights, and nothing in it that is not needed."""
+"""Changes to an exported ONNX graph: integers for weights, names of outputs, no metadata."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from torch.onnx import ONNXProgram
 
-    from torchcram.runtime.onnx.integers import Integers
+    from torchcram.runtime.integers import Integers
 
 
 class Stored(NamedTuple):
-    """A weight that is to be stored as integers.
+    """A weight that is stored as integers.
 
     Attributes:
-        names: all that the weight has in the model.
-        integers: what it is made of.
-        bits: to store an integer in, 4 or 8.
+        names: Names of the weight in the model; several if it is tied.
+        integers: Integers and scales of the weight.
+        bits: Number of bits of a stored integer, 4 or 8.
     """
 
     names: frozenset[str]
@@ -27,17 +27,17 @@ class Stored(NamedTuple):
     bits: int
 
 
-def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
-    """Replaces weights by integers with a DequantizeLinear behind them.
+def store_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
+    """Replaces weights by integers that DequantizeLinear turns into floats.
 
-    What a Linear layer multiplies by is stored as it is needed there, transposed, with a first
-    dimension of 1. ONNX Runtime would otherwise make one MatMulNBits of DequantizeLinear and
-    MatMul, which rounds the inputs of the layer to 8 bits, too. So is what has its inputs before
-    its outputs already, the Conv1D of Transformers.
+    The weight of a Linear layer is stored transposed, as MatMul needs it, with a first dimension of
+    1. Without that dimension ONNX Runtime would fuse DequantizeLinear and MatMul to MatMulNBits,
+    which rounds the inputs of the layer to 8 bits, too. The Conv1D of Transformers, whose weight is
+    transposed already, gets the same dimension.
 
     Args:
-        model: as exported; changed in place. A weight that it does not use is passed over.
-        weights: what to replace.
+        model: Exported model, changed in place. Weights that it does not use are skipped.
+        weights: Weights to replace.
     """
     graph = model.graph
     for weight in weights:
@@ -59,7 +59,7 @@ def put_integers(model: ir.Model, weights: Iterable[Stored]) -> None:
 
 
 def optimize(program: ONNXProgram) -> None:
-    """Simplifies an exported graph; inputs keep their names, also one that is an output."""
+    """Simplifies an exported graph; inputs keep their names, even if they are outputs."""
     inputs = program.model.graph.inputs
     names = [value.name for value in inputs]
     program.optimize()
@@ -68,21 +68,22 @@ def optimize(program: ONNXProgram) -> None:
 
 
 def name_outputs(model: ir.Model, names: Sequence[str]) -> None:
-    """Gives the outputs of a graph names, whatever else in it has them.
+    """Names the outputs of a graph; other values with these names are renamed.
 
     Args:
         model: Exported model, changed in place.
         names: Name of each output, in order.
 
     Raises:
-        ValueError: for a name that is given twice or to an input or a weight.
+        ValueError: If a name appears twice, or belongs to an input or a weight.
     """
     graph = model.graph
     taken = {str(value.name) for value in graph.inputs} | set(graph.initializers)
     for index, name in enumerate(names):
         if name in taken or name in names[:index]:
             raise ValueError(
-                f"output_names has {name!r}, which another output, an input or a weight is called"
+                f"output_names has {name!r}, which is also the name of another output, an input or "
+                "a weight"
             )
     outputs = [_own_value(graph, index) for index in range(len(graph.outputs))]
     for node in graph.all_nodes():
@@ -93,8 +94,8 @@ def name_outputs(model: ir.Model, names: Sequence[str]) -> None:
         value.name = name
 
 
-def free_names(model: ir.Model, names: Sequence[str]) -> list[str]:
-    """Returns names for outputs, changed where an input or a weight is called so already."""
+def unused_names(model: ir.Model, names: Sequence[str]) -> list[str]:
+    """Returns names for outputs, changed if an input or a weight has the same name."""
     graph = model.graph
     taken = {str(value.name) for value in graph.inputs} | set(graph.initializers)
     free = []
@@ -106,8 +107,8 @@ def free_names(model: ir.Model, names: Sequence[str]) -> list[str]:
     return free
 
 
-def strip(model: ir.Model) -> None:
-    """Drops notes of the exporter, stack traces with paths of this machine among them."""
+def remove_metadata(model: ir.Model) -> None:
+    """Removes the metadata of the exporter, which includes stack traces with local paths."""
     graph = model.graph
     model.metadata_props.clear()
     graph.metadata_props.clear()
@@ -120,7 +121,7 @@ def strip(model: ir.Model) -> None:
 
 
 def _own_value(graph: ir.Graph, index: int) -> ir.Value:
-    """Returns the value of an output, one of its own where it is also something else."""
+    """Returns the value of an output; a copy if it is also an input, a weight or another output."""
     import onnx_ir as ir
 
     value = graph.outputs[index]
@@ -135,20 +136,20 @@ def _own_value(graph: ir.Graph, index: int) -> ir.Value:
 
 
 def _products(weight: ir.Value) -> Iterator[ir.Node]:
-    """The products by the transposed weight of inputs with more than two dimensions."""
+    """Yields the products of the transposed weight with inputs of more than two dimensions."""
     for transpose in weight.consumers():
         if not _transposes(transpose):
             continue
-        for node, place in transpose.outputs[0].uses():
+        for node, index in transpose.outputs[0].uses():
             left = node.inputs[0]
-            if node.op_type != "MatMul" or place != 1 or left is None or left.shape is None:
+            if node.op_type != "MatMul" or index != 1 or left is None or left.shape is None:
                 continue
             if len(left.shape) > 2:
                 yield node
 
 
 def _multiplies(node: ir.Node, index: int) -> bool:
-    """Returns whether a node multiplies by its input of that index as it is."""
+    """Returns whether a node multiplies by its input at this index without transposing it."""
     turned = node.attributes.get("transB")
     plain = turned is None or not turned.as_int()
     return index == 1 and node.op_type in ("MatMul", "Gemm") and plain
@@ -181,21 +182,21 @@ def _remove_unused(graph: ir.Graph, value: ir.Value) -> None:
             graph.remove(node, safe=True)
 
 
-def _dequantize(graph: ir.Graph, name: str, found: Integers, bits: int) -> ir.Value:
+def _dequantize(graph: ir.Graph, name: str, weight: Integers, bits: int) -> ir.Value:
     import ml_dtypes
     import onnx_ir as ir
 
-    integers = found.values.detach().cpu().contiguous().numpy()
+    integers = weight.values.detach().cpu().contiguous().numpy()
     if bits == 4:
         integers = integers.astype(ml_dtypes.int4)
-    scale = found.scale.detach().cpu().contiguous().numpy()
+    scale = weight.scale.detach().cpu().contiguous().numpy()
     inputs = []
     for key, array in ((f"{name}.integers", integers), (f"{name}.scale", scale)):
         tensor = ir.tensor(array, name=key)
         kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
         graph.initializers[key] = ir.Value(name=key, type=kind, shape=shape, const_value=tensor)
         inputs.append(graph.initializers[key])
-    settings = {"axis": found.axis} | ({"block_size": found.block} if found.block else {})
+    settings = {"axis": weight.axis} | ({"block_size": weight.block} if weight.block else {})
     node = ir.node("DequantizeLinear", inputs, settings, name=f"{name}.dequantize")
     (value,) = node.outputs
     value.name, value.dtype = f"{name}.value", ir.DataType.FLOAT

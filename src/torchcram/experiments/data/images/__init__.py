@@ -12,16 +12,12 @@ from torchcram.experiments.data.images.loading import dataset_names, load_data
 from torchcram.experiments.data.images.packed import PackedError, pack, read_packed, write_packed
 from torchcram.experiments.data.images.resident import AUGMENTS, NO_LABEL, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
-from torchcram.experiments.data.text.datasets import TextSet
 from torchcram.experiments.ranks import WHOLE, Shard
-
-AnyData = DataSet | PictureSet | TextSet
 
 __all__ = [
     "AUGMENTS",
     "NO_LABEL",
     "WHOLE",
-    "AnyData",
     "DataSet",
     "Images",
     "PackedError",

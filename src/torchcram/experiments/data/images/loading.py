@@ -23,7 +23,7 @@ from torchcram.experiments.data.images.resident import STREAMED, check_augment
 from torchcram.experiments.data.images.torchvision_sets import SETS, read_torchvision
 
 if TYPE_CHECKING:
-    from torchcram.experiments.recipe import DataConfig
+    from torchcram.experiments.data.config import DataConfig
 
 
 DIGITS = "digits"

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from torchcram.experiments.data.text.formats import TEXT_FORMATS, TextFormat
 from torchcram.experiments.seeds import seeded
-from torchcram.experiments.tasks.text_formats import TASKS, Task
 
 CONTEXT = 4  # added to the kind of a token that may be in an answer
 
 
 @dataclass(frozen=True)
-class Gold:
+class References:
     """What answers to questions are scored against.
 
     Attributes:
@@ -52,7 +52,7 @@ class Texts:
     labels: Tensor
     examples: Tensor
     offsets: Tensor
-    gold: Gold | None = None
+    references: References | None = None
     parts: int = 1
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class TextSet:
 
     Attributes:
         name: of the data set.
-        kind: of its task, one of `TASKS`.
+        kind: of its task, one of `TEXT_FORMATS`.
         train: what to train on.
         test: what to test on.
         contents: a short text that differs for other tokens, labels or right answers.
@@ -108,14 +108,14 @@ class TextSet:
     mean: tuple[float, ...] = ()  # as images have it
 
     @property
-    def task(self) -> Task:
-        """What it is scored by."""
-        return TASKS[self.kind]
+    def format(self) -> TextFormat:
+        """Format of its files, with the metrics that it is scored by."""
+        return TEXT_FORMATS[self.kind]
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of what a model gives scores for."""
-        return self.task.classes
+        return self.format.classes
 
     def in_parts(self, parts: int) -> TextSet:
         """Returns the set with epochs of training divided into so many."""
@@ -133,8 +133,8 @@ class TextSet:
         if not 0 < fraction < 1:
             raise ValueError(f"fraction {fraction!r} is not between 0 and 1")
         group = self.train.examples
-        if self.train.gold is not None:
-            group = torch.tensor(self.train.gold.context_of)[group]
+        if self.train.references is not None:
+            group = torch.tensor(self.train.references.context_of)[group]
         groups = group.unique()
         if len(groups) < 2:
             raise ValueError(f"data set {self.name!r} is too small to hold a part of it out")

@@ -13,13 +13,13 @@ from torchcram.experiments.data.images.folders import (
     archives_fingerprint,
     folder_fingerprint,
 )
-from torchcram.experiments.tasks.text_formats import TASKS
+from torchcram.experiments.data.text.formats import TEXT_FORMATS
 
 SPLITS = ("train", "dev")
 
 
 @dataclass(frozen=True)
-class Found:
+class Location:
     """Where the files are.
 
     Attributes:
@@ -47,56 +47,56 @@ class Split:
     where: str
 
 
-def find(name: str, task: str, folder: Path) -> Found:
+def find(name: str, task: str, folder: Path) -> Location:
     """Finds the folder NAME or the archive NAME.tar.xz; tasks of GLUE also as GLUE has them.
 
     Args:
         name: of the data set.
-        task: one of `TASKS`.
+        task: one of `TEXT_FORMATS`.
         folder: where the data lies, or that of the files itself.
 
     Raises:
         ValueError: saying what was looked for.
     """
     places = [name]
-    sentences = TASKS[task].sentences
+    sentences = TEXT_FORMATS[task].sentences
     if sentences is not None and name == task:
         places += [f"glue/{sentences.folder}", sentences.folder]
     for place in places:
         if _has_train(folder / place, task):
-            return Found(folder, folder / place)
+            return Location(folder, folder / place)
     if folder.absolute().name in {Path(place).name for place in places} and _has_train(
         folder, task
     ):
-        return Found(folder.absolute().parent, folder)
+        return Location(folder.absolute().parent, folder)
     for place in places:
         archive = folder / f"{place.split('/')[0]}{ARCHIVE}"
         if archive.is_file():
-            return Found(folder, archive, place)
+            return Location(folder, archive, place)
     looked = ", ".join([f"{place}/{_pattern(task, 'train')}" for place in places])
     archives = ", ".join(dict.fromkeys(f"{place.split('/')[0]}{ARCHIVE}" for place in places))
     raise ValueError(f"data set {name!r} is not in {folder}: looked for {looked} and {archives}")
 
 
-def read(found: Found, task: str) -> tuple[Split, Split]:
+def read(location: Location, task: str) -> tuple[Split, Split]:
     """Reads the files to train and to test on; nothing is unpacked to the disk.
 
     Raises:
         ValueError: if one is missing, there are several, or the archive is damaged.
     """
-    files = _in_archive(found, task) if found.inside else _in_folder(found.source, task)
+    files = _in_archive(location, task) if location.inside else _in_folder(location.source, task)
     splits = []
     for split in SPLITS:
         pattern = _pattern(task, split)
         matching = [name for name in sorted(files) if fnmatch.fnmatchcase(name, pattern)]
         if len(matching) != 1:
             there = ", ".join(matching) or "none"
-            raise ValueError(f"{found.source}: needed is one file {pattern}; there is: {there}")
-        where = f"{found.source}: {found.inside}/{matching[0]}"
-        path = found.source / matching[0]
+            raise ValueError(f"{location.source}: needed is one file {pattern}; there is: {there}")
+        where = f"{location.source}: {location.inside}/{matching[0]}"
+        path = location.source / matching[0]
         splits.append(
             Split(files[matching[0]], where)
-            if found.inside
+            if location.inside
             else Split(path.read_bytes(), str(path))
         )
     train, test = splits
@@ -104,7 +104,7 @@ def read(found: Found, task: str) -> tuple[Split, Split]:
 
 
 def _pattern(task: str, split: str) -> str:
-    return f"{split}*.json" if TASKS[task].sentences is None else f"{split}.tsv"
+    return f"{split}*.json" if TEXT_FORMATS[task].sentences is None else f"{split}.tsv"
 
 
 def _has_train(folder: Path, task: str) -> bool:
@@ -116,15 +116,15 @@ def _in_folder(folder: Path, task: str) -> dict[str, bytes]:
     return {path.name: b"" for path in folder.glob(f"*{suffix}") if path.is_file()}
 
 
-def _in_archive(found: Found, task: str) -> dict[str, bytes]:
+def _in_archive(location: Location, task: str) -> dict[str, bytes]:
     suffix = Path(_pattern(task, "x")).suffix
     files: dict[str, bytes] = {}
     try:
         # tarfile's own decompression takes a cut-off file for a complete one
-        with lzma.open(found.source) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        with lzma.open(location.source) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
                 path = PurePosixPath(member.name)
-                if str(path.parent) != found.inside or path.suffix != suffix:
+                if str(path.parent) != location.inside or path.suffix != suffix:
                     continue
                 content = tar.extractfile(member) if member.isfile() else None
                 if content is not None:
@@ -132,5 +132,5 @@ def _in_archive(found: Found, task: str) -> dict[str, bytes]:
             while stream.read(1 << 20):  # the checksum comes last
                 pass
     except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-        raise ValueError(f"{found.source} is damaged or no archive: {error}") from error
+        raise ValueError(f"{location.source} is damaged or no archive: {error}") from error
     return files

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchcram.experiments.tasks.text_formats import Sentences
+    from torchcram.experiments.data.text.formats import Sentences
 
 
 @dataclass(frozen=True)

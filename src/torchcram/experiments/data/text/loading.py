@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,19 +15,16 @@ import torch
 
 from torchcram.experiments.data.images.packed import PackedError, Report, cache_folder, writable
 from torchcram.experiments.data.text import files
-from torchcram.experiments.data.text.datasets import Gold, Texts, TextSet
+from torchcram.experiments.data.text.datasets import References, Texts, TextSet
+from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.glue import read_tsv
 from torchcram.experiments.data.text.squad import read_squad
 from torchcram.experiments.data.text.tokens import tokenise_questions, tokenise_sentences
 from torchcram.experiments.io.files import remove_leftovers, taking_turns
-from torchcram.experiments.models.text import load_tokenizer
-from torchcram.experiments.tasks.text_formats import TASKS
 from torchcram.files import let_read, written_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from torchcram.experiments.recipe import Recipe
 
 
 FORMAT = "torchcram tokens 2"
@@ -36,7 +34,7 @@ SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CacheKey:
     """What tells one tokenised data set from another.
 
     Attributes:
@@ -68,92 +66,105 @@ def contents(*splits: Texts) -> str:
         for tensor in (getattr(split, key) for key in TENSORS):
             digest.update(f"{tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().numpy().tobytes())
-        digest.update(_written(split.gold))
+        digest.update(_written(split.references))
     return digest.hexdigest()[:16]
 
 
-def write_tokens(data: TextSet, path: Path, wanted: Wanted) -> None:
+def write_tokens(data: TextSet, path: Path, key: CacheKey) -> None:
     """Writes the file aside, then moves it into place: it is never there by half."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     for name, split in zip(SPLITS, (data.train, data.test), strict=True):
-        tensors |= {f"{name}.{key}": getattr(split, key).contiguous() for key in TENSORS}
-        if split.gold is not None:
-            text = bytearray(_written(split.gold))
+        tensors |= {f"{name}.{field}": getattr(split, field).contiguous() for field in TENSORS}
+        if split.references is not None:
+            text = bytearray(_written(split.references))
             tensors[f"{name}.gold"] = torch.frombuffer(text, dtype=torch.uint8)
-    said = {"format": FORMAT, **asdict(wanted), "contents": data.contents, "notes": data.notes}
+    described = {"format": FORMAT, **asdict(key), "contents": data.contents, "notes": data.notes}
     with written_aside(path) as aside:
-        save_file(tensors, aside, {KEY: json.dumps(said)})
+        save_file(tensors, aside, {KEY: json.dumps(described)})
         let_read(aside)
 
 
-def read_tokens(path: Path, wanted: Wanted) -> TextSet:
+def read_tokens(path: Path, key: CacheKey) -> TextSet:
     """Reads a file; a truncated, stale or foreign one is a PackedError."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            said = json.loads((file.metadata() or {})[KEY])
-            for key, value in {"format": FORMAT, **asdict(wanted)}.items():
-                if said[key] != value:
-                    raise ValueError(f"its {key} is {said[key]!r}, needed is {value!r}")
+            described = json.loads((file.metadata() or {})[KEY])
+            for field, value in {"format": FORMAT, **asdict(key)}.items():
+                if described[field] != value:
+                    raise ValueError(f"its {field} is {described[field]!r}, needed is {value!r}")
             names = set(file.keys())
             train, test = (
                 Texts(
-                    **{key: file.get_tensor(f"{split}.{key}") for key in TENSORS},
-                    gold=_gold(file.get_tensor(f"{split}.gold"))
+                    **{name: file.get_tensor(f"{split}.{name}") for name in TENSORS},
+                    references=_references(file.get_tensor(f"{split}.gold"))
                     if f"{split}.gold" in names
                     else None,
                 )
                 for split in SPLITS
             )
-        notes = tuple(map(str, said["notes"]))
-        return TextSet(wanted.name, wanted.task, train, test, str(said["contents"]), notes)
+        notes = tuple(map(str, described["notes"]))
+        return TextSet(key.name, key.task, train, test, str(described["contents"]), notes)
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise PackedError(f"{path} is not the tokenised {wanted.name!r}: {error}") from error
+        raise PackedError(f"{path} is not the tokenised {key.name!r}: {error}") from error
 
 
-def _written(gold: Gold | None) -> bytes:
-    return json.dumps(gold and asdict(gold)).encode()
+def _written(references: References | None) -> bytes:
+    return json.dumps(references and asdict(references)).encode()
 
 
-def _gold(text: Tensor) -> Gold:
-    said = json.loads(text.numpy().tobytes())
-    return Gold(
-        tuple(said["contexts"]), tuple(said["context_of"]), tuple(map(tuple, said["answers"]))
+def _references(text: Tensor) -> References:
+    described = json.loads(text.numpy().tobytes())
+    return References(
+        tuple(described["contexts"]),
+        tuple(described["context_of"]),
+        tuple(map(tuple, described["answers"])),
     )
 
 
-def load_text(recipe: Recipe, folder: Path, *, report: Report | None = None) -> TextSet:
-    """Loads the data of a recipe, tokenised for its model.
+def load_text(
+    name: str,
+    folder: Path,
+    *,
+    task: str,
+    length: int,
+    stride: int,
+    tokenizer: Callable[[], Any],
+    report: Report | None = None,
+) -> TextSet:
+    """Loads a dataset, tokenised.
 
     It is tokenised once, into one file beside the data, or in the user's cache folder where that is
     read-only.
 
     Args:
-        recipe: its sections `data`, `text` and `model` count.
-        folder: where the data lies.
-        report: called with a line before something that takes long, and on what was left out,
-            also when the tokens are there already.
+        name: Name of the dataset.
+        folder: Folder that the data lies in.
+        task: Format of the dataset, one of `TEXT_FORMATS`.
+        length: Greatest length of a sequence in tokens.
+        stride: Number of tokens by which windows on a long paragraph overlap.
+        tokenizer: Function that loads a fast tokenizer of Transformers, called once the files of
+            the dataset are there.
+        report: Function that is called with a line of text before something that takes long, and
+            for what was left out, also when the tokens are there already.
 
     Raises:
-        ValueError: if the files are not there, not what they should be, or hold nothing.
+        ValueError: If the files are missing, malformed or empty.
     """
-    text, name = recipe.text, recipe.data.name
-    if text is None:
-        raise ValueError(f"{recipe.name} has no section `text`: it is about images")
-    found = files.find(name, text.task, folder)
-    tokenizer = load_tokenizer(recipe.model.name)
-    wanted = Wanted(
+    location = files.find(name, task, folder)
+    loaded = tokenizer()
+    key = CacheKey(
         name=name,
-        task=text.task,
-        length=text.length,
-        stride=text.stride,
-        tokenizer=tokenizer_digest(tokenizer),
-        source=found.fingerprint(),
+        task=task,
+        length=length,
+        stride=stride,
+        tokenizer=tokenizer_digest(loaded),
+        source=location.fingerprint(),
     )
-    return _cached(found, wanted, tokenizer, report or (lambda _: None))
+    return _cached(location, key, loaded, report or (lambda _: None))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:  # noqa: ANN401
@@ -164,26 +175,26 @@ def tokenizer_digest(tokenizer: Any) -> str:  # noqa: ANN401
     return hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
-def _cached(found: files.Found, wanted: Wanted, tokenizer: Any, report: Report) -> TextSet:  # noqa: ANN401
-    places = [found.folder / wanted.file, cache_folder() / wanted.file]
+def _cached(location: files.Location, key: CacheKey, tokenizer: Any, report: Report) -> TextSet:  # noqa: ANN401
+    places = [location.folder / key.file, cache_folder() / key.file]
     for path in places:
         if path.is_file():
             try:
-                return _told(read_tokens(path, wanted), report)
+                return _told(read_tokens(path, key), report)
             except PackedError as error:
                 warnings.warn(f"{error}; it is made anew", stacklevel=3)
-    path = places[0] if writable(found.folder) else places[1]
+    path = places[0] if writable(location.folder) else places[1]
     with taking_turns(path.parent):
         with suppress(PackedError):
             # another process made it meanwhile
-            return _told(read_tokens(path, wanted), report)
-        report(f"tokenising {wanted.name} into {path}")
-        remove_leftovers(path.parent, wanted.file)
-        data = tokenise(found, wanted, tokenizer)
+            return _told(read_tokens(path, key), report)
+        report(f"tokenising {key.name} into {path}")
+        remove_leftovers(path.parent, key.file)
+        data = tokenise(location, key, tokenizer)
         for note in data.notes:
-            report(f"{wanted.name}: {note}")
-        write_tokens(data, path, wanted)
-    return read_tokens(path, wanted)
+            report(f"{key.name}: {note}")
+        write_tokens(data, path, key)
+    return read_tokens(path, key)
 
 
 def _told(data: TextSet, report: Report) -> TextSet:
@@ -197,52 +208,52 @@ def _told(data: TextSet, report: Report) -> TextSet:
     return data
 
 
-def tokenise(found: files.Found, wanted: Wanted, tokenizer: Any) -> TextSet:  # noqa: ANN401
+def tokenise(location: files.Location, key: CacheKey, tokenizer: Any) -> TextSet:  # noqa: ANN401
     """Reads the files and tokenises what they hold.
 
     Args:
-        found: where they are.
-        wanted: task, length and stride.
-        tokenizer: a fast one of Transformers.
+        location: Files of the dataset.
+        key: Format, length and stride.
+        tokenizer: Fast tokenizer of Transformers.
 
     Raises:
-        ValueError: if a file is not what it should be, or holds nothing.
+        ValueError: If a file is malformed or empty.
     """
     notes: list[str] = []
     splits = []
-    for place, split in enumerate(files.read(found, wanted.task)):
+    for place, split in enumerate(files.read(location, key.task)):
         which = files.SPLITS[place]
-        splits.append(_split(split, wanted, tokenizer, train=place == 0))
+        splits.append(_split(split, key, tokenizer, train=place == 0))
         notes += [f"{which}: {note}" for note in splits[-1][1]]
     (train, _), (test, _) = splits
-    return TextSet(wanted.name, wanted.task, train, test, contents(train, test), tuple(notes))
+    return TextSet(key.name, key.task, train, test, contents(train, test), tuple(notes))
 
 
 def _split(
     split: files.Split,
-    wanted: Wanted,
+    key: CacheKey,
     tokenizer: Any,  # noqa: ANN401
     *,
     train: bool,
 ) -> tuple[Texts, list[str]]:
     """Returns a split and what there is to say of it."""
-    sentences = TASKS[wanted.task].sentences
+    sentences = TEXT_FORMATS[key.task].sentences
     if sentences is not None:
         labelled = read_tsv(split.content, split.where, sentences=sentences)
-        texts, cut = tokenise_sentences(labelled, tokenizer, length=wanted.length)
-        said = {
+        texts, cut = tokenise_sentences(labelled, tokenizer, length=key.length)
+        described = {
             "lines skipped, of other columns or labels": labelled.skipped,
-            f"sentences cut to {wanted.length} tokens": cut,
+            f"sentences cut to {key.length} tokens": cut,
         }
     else:
         asked = read_squad(split.content, split.where, placed=train)
         texts, uncovered = tokenise_questions(
-            asked, tokenizer, length=wanted.length, stride=wanted.stride
+            asked, tokenizer, length=key.length, stride=key.stride
         )
-        said = {
+        described = {
             "questions skipped, as the answer is not at its offset": asked.misplaced,
             "questions skipped, as they have no answer": asked.unanswered,
             "questions whose answer is in no window": uncovered if train else 0,
         }
-    notes = [f"{len(texts)} sequences of {texts.count} {TASKS[wanted.task].unit}"]
-    return texts, notes + [f"{count} {what}" for what, count in said.items() if count]
+    notes = [f"{len(texts)} sequences of {texts.count} {TEXT_FORMATS[key.task].unit}"]
+    return texts, notes + [f"{count} {what}" for what, count in described.items() if count]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchcram.experiments.data.text.datasets import CONTEXT, Gold, Texts
+from torchcram.experiments.data.text.datasets import CONTEXT, References, Texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,12 +124,12 @@ def tokenise_questions(
             parts.add(tokens, types, label, number)
             parts.mark(first + start, context.offsets[part])
         uncovered += not covered
-    gold = Gold(
+    references = References(
         given.contexts,
         tuple(one.context for one in given.questions),
         tuple(tuple(answer.text for answer in one.answers) for one in given.questions),
     )
-    return parts.texts(gold), uncovered
+    return parts.texts(references), uncovered
 
 
 def starts(count: int, room: int, stride: int) -> range:
@@ -206,7 +206,7 @@ class _Parts:
         whole[first : first + len(offsets)] = offsets
         self._offsets.append(whole)
 
-    def texts(self, gold: Gold | None) -> Texts:
+    def texts(self, references: References | None) -> Texts:
         lengths = torch.tensor([len(one) for one in self._tokens])
         empty = np.zeros((0, 2), dtype=np.int32)
         return Texts(
@@ -216,5 +216,5 @@ class _Parts:
             labels=torch.tensor(self._labels),
             examples=torch.tensor(self._examples),
             offsets=torch.from_numpy(np.concatenate(self._offsets or [empty])),
-            gold=gold,
+            references=references,
         )

@@ -1,11 +1,13 @@
-// The C interface.
+// The C interface of the library, called through ctypes.
+#include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "packed.h"
 
 namespace torchcram {
 
-int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t form,
+int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
              const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room);
 bool check(const void* memory, int64_t bytes);
 void use_openmp(void* parallel);
@@ -31,14 +33,14 @@ using namespace torchcram;
 
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Goes up with every change of the functions below: another number is of other sources.
+// Version of the functions below; it is raised whenever one of them changes.
 TORCHCRAM_EXPORT int torchcram_interface() { return 2; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
-// For tests: 2 AVX-512, 1 AVX2, 0 portable; false where the machine does not have it.
+// For tests: uses AVX-512 (2), AVX2 (1) or portable code (0); false if the machine lacks it.
 TORCHCRAM_EXPORT int torchcram_use_level(int level) {
-  const Kernels* most = best();
+  const Kernels* limit = best();
 #if defined(__x86_64__)
 #if defined(TORCHCRAM_NO_AVX512)
   const Kernels* known[] = {&kPortable, &kAvx2};
@@ -46,9 +48,9 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
   const Kernels* known[] = {&kPortable, &kAvx2, &kAvx512};
 #endif
   int top = 0;
-  while (known[top] != most) ++top;
+  while (known[top] != limit) ++top;
 #else
-  const Kernels* known[] = {most};
+  const Kernels* known[] = {limit};
   const int top = 0;
 #endif
   if (level < 0 || level > top) return 0;
@@ -58,31 +60,31 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
 
 TORCHCRAM_EXPORT void torchcram_use_openmp(void* parallel) { use_openmp(parallel); }
 
-// Every function below that allocates memory returns kNoMemory where there is not enough of it.
+// Every function below that allocates memory returns kNoMemory if there is not enough of it.
 
-// The form of a matrix: 2 pairs, 3 fours. Returns how many bytes it takes, and writes them where
-// there is room for them; -1 where it cannot be packed.
+// Packs a matrix (rows, inner) in a layout: 2 for pairs, 3 for quad rows. Returns the number of
+// bytes and writes them if `room` is large enough; -1 if the matrix cannot be packed.
 TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows, int64_t inner,
-                                               int64_t form, int64_t block, void* out,
+                                               int64_t layout, int64_t block, void* out,
                                                int64_t room) {
   if (inner < 1 || block < 1) return -1;
   return without_exceptions([&]() -> int64_t {
     std::vector<uint16_t> offsets(inner);
     for (int64_t k = 0; k < inner; ++k) offsets[k] = uint16_t((k % block + 1) * kPanelBytes);
-    return pack(weight, rows, inner, form, offsets.data(), block, (block + 1) * kPanelBytes, out,
+    return pack(weight, rows, inner, layout, offsets.data(), block, (block + 1) * kPanelBytes, out,
                 room);
   });
 }
 
-// For panels of images; those of pixels are packed as Linear layers are.
-TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t form,
+// Packs a convolution for panels of images; panels of pixels use torchcram_pack_linear.
+TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t layout,
                                                const Convolution* shape, void* out, int64_t room) {
   const Convolution& c = *shape;
   Strip strip;
   if (c.channels < 1 || c.kernel_h < 1 || !strip.lay_out(c)) return -1;
   const int64_t kernel = c.kernel_h * c.kernel_w, slots = c.kernel_h * strip.slots;
-  const int64_t most = kPanelMost / (slots * 64);
-  const int64_t channels = most > c.channels ? c.channels : most < 1 ? 1 : most;
+  const int64_t limit = kPixelPanelBytes / (slots * 64);
+  const int64_t channels = limit > c.channels ? c.channels : limit < 1 ? 1 : limit;
   const int64_t bytes = kPanelBytes + channels * slots * 64;
   if (bytes > kPanelRoom) return -1;
   return without_exceptions([&]() -> int64_t {
@@ -92,7 +94,7 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows
       const int64_t slot = row * strip.slots + strip.slot_of[k % c.kernel_w];
       offsets[k] = uint16_t(kPanelBytes + slot * 64);
     }
-    return pack(weight, rows, c.channels * kernel, form, offsets.data(), channels * kernel, bytes,
+    return pack(weight, rows, c.channels * kernel, layout, offsets.data(), channels * kernel, bytes,
                 out, room);
   });
 }
@@ -101,4 +103,182 @@ TORCHCRAM_EXPORT int torchcram_check(const void* memory, int64_t bytes) {
   return check(memory, bytes);
 }
 
-#include "layers.h"
+// Returns whether the blocks of a matrix fit its panel behind the column of zeros if every `unit`
+// of k takes `bytes` there.
+static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
+  for (int64_t block = 0; block < packed.blocks(); ++block) {
+    const int64_t from = packed.inner_starts[block], to = packed.inner_starts[block + 1];
+    if (from % unit || to % unit) return false;
+    const int64_t needed = kPanelBytes + (to - from) / unit * bytes;
+    if (needed > packed.inner_starts[packed.blocks() + 1]) return false;
+  }
+  return true;
+}
+
+static Job make_job(const Packed& packed, const float* x, const float* bias, const float* residual,
+                    int activation, float* y) {
+  Job job;
+  job.packed = &packed, job.input = x, job.bias = bias, job.residual = residual;
+  job.activation = activation, job.output = y;
+  return job;
+}
+
+// Runs the tasks of a kernel and returns the result for the caller of the C interface.
+static int run_tasks(Task task, const void* job, int64_t count, int threads) {
+  return without_exceptions([&] {
+    parallel(task, job, count, threads);
+    return 1;
+  });
+}
+
+static int64_t count_splits(int64_t tasks, int threads, const Packed& packed) {
+  return tasks >= threads ? 1 : packed.groups();
+}
+
+// The functions of layers return 0 and compute nothing if the packed matrix has another shape.
+TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t inner, int64_t rows,
+                                      const void* memory, int64_t bytes, const float* bias,
+                                      const float* residual, int activation, float* y,
+                                      int threads) {
+  if (!valid_tables(memory, bytes)) return 0;
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  if (h.inner != inner || h.rows != rows) return 0;
+  if (!fits(packed, 1, kPanelBytes)) return 0;
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  const int64_t splits = count_splits(panels, threads, packed);
+  Job job = make_job(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  return run_tasks(kernels->linear, &job, panels * splits, threads);
+}
+
+// Returns whether this machine has kernels for 8 bits.
+TORCHCRAM_EXPORT int torchcram_has_int8() {
+#if defined(__x86_64__)
+  return kernels->linear_int8 != nullptr && __builtin_cpu_supports("avx512vnni");
+#else
+  return 0;
+#endif
+}
+
+// A Linear layer in 8 bits, followed by an activation and, if it is not null, a second layer.
+TORCHCRAM_EXPORT int torchcram_linear_int8(const float* x, int64_t tokens, int64_t inner,
+                                           int64_t rows, const LayerInt8* first, int activation,
+                                           const LayerInt8* second, const float* residual, float* y,
+                                           int threads) {
+  if (!torchcram_has_int8()) return 0;
+  const LayerInt8* last = second ? second : first;
+  for (const LayerInt8* layer : {first, last}) {
+    if (!valid_tables(layer->packed, layer->bytes)) return 0;
+    const Packed packed_layer(layer->packed);
+    if (packed_layer.header->rows != layer->rows || packed_layer.header->layout != kPairs) return 0;
+    if (!fits(packed_layer, 1, kPanelBytes)) return 0;
+  }
+  const Packed packed(first->packed), then(last->packed);
+  if (packed.header->inner != (inner + 3) / 4 || last->rows != rows) return 0;
+  if (second && then.header->inner != (first->rows + 3) / 4) return 0;
+  const int64_t panels = (tokens + kPanel - 1) / kPanel;
+  const int64_t splits = second ? 1 : count_splits(panels, threads, packed);
+  Job job = make_job(packed, x, first->bias, residual, activation, y);
+  job.tokens = tokens, job.splits = splits;
+  job.inner = inner, job.start = first->start, job.scales = first->scales;
+  if (second) {
+    job.then = &then, job.then_bias = second->bias;
+    job.then_start = second->start, job.then_scales = second->scales;
+  }
+  return run_tasks(kernels->linear_int8, &job, panels * splits, threads);
+}
+
+// Two Linear layers with an activation between them.
+TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int64_t inner,
+                                            int64_t middle, int64_t rows, const void* first,
+                                            int64_t first_bytes, const float* bias, int activation,
+                                            const void* second, int64_t second_bytes,
+                                            const float* then_bias, const float* residual, float* y,
+                                            int threads) {
+  if (!valid_tables(first, first_bytes) || !valid_tables(second, second_bytes)) return 0;
+  const Packed packed(first), then(second);
+  const Header &h = *packed.header, &t = *then.header;
+  if (h.inner != inner || h.rows != middle || t.inner != middle || t.rows != rows) return 0;
+  if (!fits(packed, 1, kPanelBytes) || !fits(then, 1, kPanelBytes)) return 0;
+  Job job = make_job(packed, x, bias, residual, activation, y);
+  job.tokens = tokens, job.then = &then, job.then_bias = then_bias;
+  return run_tasks(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
+}
+
+TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
+                                           const void* memory, int64_t bytes, int by_images,
+                                           const float* bias, const float* residual, int activation,
+                                           float* y, int threads) {
+  if (!valid_tables(memory, bytes)) return 0;
+  const Packed packed(memory);
+  const Header& h = *packed.header;
+  const Convolution& c = *shape;
+  if (h.rows != rows) return 0;
+  if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
+  Strip strip;
+  if (by_images && !strip.lay_out(c)) return 0;
+  const int64_t kernel = c.kernel_h * c.kernel_w;
+  if (by_images ? !fits(packed, kernel, c.kernel_h * strip.slots * 64)
+                : !fits(packed, 1, kPanelBytes))
+    return 0;
+  const int64_t tasks = by_images ? (c.batch + 15) / 16 * c.out_h
+                                  : c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
+  const int64_t splits = count_splits(tasks, threads, packed);
+  Job job = make_job(packed, x, bias, residual, activation, y);
+  job.splits = splits, job.shape = shape, job.strip = &strip;
+  return run_tasks(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
+}
+
+namespace {
+
+struct Padding {
+  const float* x;
+  int64_t height, width, top, left, rows, columns, stride;
+  float* y;
+};
+
+void pad(const void* data, int64_t plane) {
+  const Padding& job = *static_cast<const Padding*>(data);
+  const float* from = job.x + plane * job.height * job.width;
+  float* to = job.y + plane * job.stride * job.rows * job.columns;
+  memset(to, 0, job.stride * job.rows * job.columns * sizeof(float));
+  for (int64_t remainder = 0; remainder < job.stride; ++remainder) {
+    const int64_t before = job.left > remainder ? job.left - remainder : 0;
+    const int64_t first = (before + job.stride - 1) / job.stride;  // first column with a pixel
+    const int64_t x = first * job.stride + remainder - job.left;
+    const int64_t count = x < job.width ? (job.width - x + job.stride - 1) / job.stride : 0;
+    float* at = to + (remainder * job.rows + job.top) * job.columns + first;
+    for (int64_t row = 0; row < job.height; ++row, at += job.columns) {
+      const float* pixels = from + row * job.width + x;
+      if (job.stride == 1)
+        memcpy(at, pixels, count * sizeof(float));
+      else
+        for (int64_t i = 0; i < count; ++i) at[i] = pixels[i * job.stride];
+    }
+  }
+}
+
+}  // namespace
+
+// Pads planes with zeros and sorts columns by their remainders modulo the stride:
+// [plane][remainder][row][column]. Returns 1.
+TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t height, int64_t width,
+                                   int64_t top, int64_t left, int64_t rows, int64_t columns,
+                                   int64_t stride, float* y, int threads) {
+  const Padding job{x, height, width, top, left, rows, columns, stride, y};
+  return run_tasks(pad, &job, planes, threads);
+}
+
+// Self-attention of each sequence; returns 0 if there is no kernel for it.
+TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, const float* value,
+                                         int64_t batch, int64_t tokens, int64_t heads,
+                                         int64_t features, float scale, float* output,
+                                         int threads) {
+  // The kernel takes the maximum before it scales, and marks missing keys by a score of -3e38.
+  if (features % 16 || !(scale >= 1e-30f)) return 0;
+  const int64_t tasks = batch * heads;
+  const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
+  const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
+  return run_tasks(kernels->attention, &job, tasks * splits, threads);
+}

@@ -1,7 +1,7 @@
-// softmax(Q K^T scale) V for tokens that lie as [token][head][feature].
+// Attention: softmax(Q K^T scale) V for tensors laid out as [token][head][feature].
 //
-// Six queries at a time meet a few vectors of keys, and then of values: sums stay in registers. A
-// block of 12 queries shares each panel of 64 keys while it is in L1.
+// The inner loop multiplies six queries by a few vectors of keys, and later of values, so that the
+// sums stay in registers. A block of 12 queries shares each panel of 64 keys while it is in L1.
 #pragma once
 
 #include "linear.h"
@@ -10,9 +10,9 @@ namespace torchcram {
 namespace {
 
 constexpr int kQueries = 6, kBlock = 12;
-constexpr int kTogether = kLanes == 16 ? 4 : 2;  // vectors; six queries of them fit the registers
+constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // sums of six queries fit the registers
 
-// sums[query][v] += factor[query][step i] * from[i * 64 + v], over so many steps
+// sums[query][v] += sum over steps i of factors[query][i] * from[i * stride + v].
 template <int V>
 TORCHCRAM_INLINE void accumulate(const float* const (&factors)[kQueries], const float* from,
                                  int64_t stride, int64_t steps, Vector (&sums)[kQueries][V]) {
@@ -29,10 +29,10 @@ TORCHCRAM_INLINE void accumulate(const float* const (&factors)[kQueries], const 
   }
 }
 
-// to[query][v] (+)= the sums of six queries.
+// to[query][v] = the sums of six queries; added to what is there unless `first`.
 template <int V>
-void six(const float* const (&factors)[kQueries], const float* from, int64_t stride, int64_t steps,
-         float* to, int64_t row, bool first) {
+void attend_6_queries(const float* const (&factors)[kQueries], const float* from, int64_t stride,
+                      int64_t steps, float* to, int64_t row, bool first) {
   Vector sums[kQueries][V];
 #pragma GCC unroll 6
   for (int q = 0; q < kQueries; ++q) {
@@ -48,31 +48,32 @@ void six(const float* const (&factors)[kQueries], const float* from, int64_t str
 }
 
 // The same for any number of vectors.
-void six(const float* const (&factors)[kQueries], const float* from, int64_t stride, int64_t steps,
-         float* to, int64_t row, bool first, int64_t vectors) {
-  for (; vectors >= kTogether; vectors -= kTogether, from += kTogether * kLanes,
-                               to += kTogether * kLanes)
-    six<kTogether>(factors, from, stride, steps, to, row, first);
+void attend_6_queries(const float* const (&factors)[kQueries], const float* from, int64_t stride,
+                      int64_t steps, float* to, int64_t row, bool first, int64_t vectors) {
+  for (; vectors >= kTileVectors;
+       vectors -= kTileVectors, from += kTileVectors * kLanes, to += kTileVectors * kLanes)
+    attend_6_queries<kTileVectors>(factors, from, stride, steps, to, row, first);
   for (; vectors > 0; --vectors, from += kLanes, to += kLanes)
-    six<1>(factors, from, stride, steps, to, row, first);
+    attend_6_queries<1>(factors, from, stride, steps, to, row, first);
 }
 
-// 2^x to 2e-7, x at most 0; zero below 2^-126.
+// 2^x for x <= 0 with a relative error of 2e-7; zero below 2^-126.
 TORCHCRAM_INLINE Vector power_of_two(Vector x) {
-  const Vector magic = all(12582912.0f + 127.0f);  // rounds to an integer, plus the bias of floats
+  const Vector magic =
+      broadcast(12582912.0f + 127.0f);  // rounds to an integer and adds the exponent bias
   const Vector n = x + magic;
   const Vector r = x - (n - magic);
-  Vector p = all(1.327647152e-3f);
+  Vector p = broadcast(1.327647152e-3f);
   p = p * r + 9.675541331e-3f;
   p = p * r + 5.550713275e-2f;
   p = p * r + 2.402211972e-1f;
   p = p * r + 6.931469671e-1f;
   p = p * r + 1.000000072f;
-  p *= (Vector)((Ints)n << 23);  // a product, which leaves NaN as it is
+  p *= (Vector)((Ints)n << 23);  // a product, so that NaN stays NaN
   return x < -126.0f ? Vector{} : p;
 }
 
-// One number out of all lanes, by halves.
+// Reduces all lanes to a single number by halving.
 template <class Function>
 TORCHCRAM_INLINE float fold(Vector v, Function function) {
   float lanes[kLanes];
@@ -84,14 +85,15 @@ TORCHCRAM_INLINE float fold(Vector v, Function function) {
   return lanes[0];
 }
 
-// Turns scores into weights up to a factor, which is returned; there is room for whole vectors.
-float weigh(float* scores, int64_t keys, float scale) {
+// Replaces scores by exp(scale * (score - maximum)) and returns the inverse of their sum. The row
+// is padded to a whole number of vectors.
+float softmax_in_place(float* scores, int64_t keys, float scale) {
   for (int64_t i = keys; i % kLanes; ++i) scores[i] = -3e38f;
-  Vector most = all(-3e38f);
-  for (int64_t i = 0; i < keys; i += kLanes) most = largest(most, load(scores + i));
-  const float top = fold(most, [](float a, float b) { return a > b ? a : b; });
-  scale *= 1.44269504f;  // powers of two, not of e
-  const Vector shift = all(top * scale);
+  Vector highest = broadcast(-3e38f);
+  for (int64_t i = 0; i < keys; i += kLanes) highest = maximum(highest, load(scores + i));
+  const float highest_score = fold(highest, [](float a, float b) { return a > b ? a : b; });
+  scale *= 1.44269504f;  // exp(x) = 2^(x / log 2)
+  const Vector shift = broadcast(highest_score * scale);
   Vector sum{};
   for (int64_t i = 0; i < keys; i += kLanes) {
     const Vector x = power_of_two(load(scores + i) * scale - shift);
@@ -101,49 +103,53 @@ float weigh(float* scores, int64_t keys, float scale) {
   return 1.0f / fold(sum, [](float a, float b) { return a + b; });
 }
 
-void attention(const void* what, int64_t task) {
-  const Attention& job = *static_cast<const Attention*>(what);
-  const int64_t wide = job.features, stride = job.heads * wide, tokens = job.tokens;
-  const int64_t part = task % job.splits, one = task / job.splits;
-  const int64_t at = one / job.heads * tokens * stride + one % job.heads * wide;
+void attention(const void* data, int64_t task) {
+  const Attention& job = *static_cast<const Attention*>(data);
+  const int64_t features = job.features, stride = job.heads * features, tokens = job.tokens;
+  const int64_t split = task % job.splits, sequence_head = task / job.splits;
+  const int64_t at =
+      sequence_head / job.heads * tokens * stride + sequence_head % job.heads * features;
   const int64_t panels = (tokens + kPanel - 1) / kPanel, row = panels * kPanel;
-  float* keys = scratch(0, panels * kPanel * wide);  // [64 keys][feature][64]
-  float* values = scratch(1, tokens * wide);
+  float* keys = scratch(0, panels * kPanel * features);  // [64 keys][feature][64]
+  float* values = scratch(1, tokens * features);
   float* scores = scratch(2, kBlock * row);
-  float* query = scratch(3, 2 * kBlock * wide);
-  float* sums = query + kBlock * wide;
+  float* query = scratch(3, 2 * kBlock * features);
+  float* sums = query + kBlock * features;
   for (int64_t first = 0; first < tokens; first += kPanel)
-    take_tokens(job.key + at + first * stride, stride,
-                tokens - first < kPanel ? tokens - first : kPanel, wide, keys + first * wide);
+    load_tokens(job.key + at + first * stride, stride,
+                tokens - first < kPanel ? tokens - first : kPanel, features,
+                keys + first * features);
   for (int64_t t = 0; t < tokens; ++t)
-    memcpy(values + t * wide, job.value + at + t * stride, wide * sizeof(float));
-  const int64_t until = tokens * (part + 1) / job.splits;
-  for (int64_t first = tokens * part / job.splits; first < until; first += kBlock) {
-    const int64_t queries = until - first < kBlock ? until - first : kBlock;
+    memcpy(values + t * features, job.value + at + t * stride, features * sizeof(float));
+  const int64_t end = tokens * (split + 1) / job.splits;
+  for (int64_t first = tokens * split / job.splits; first < end; first += kBlock) {
+    const int64_t queries = end - first < kBlock ? end - first : kBlock;
     const float* factors[kQueries];
     for (int64_t q = 0; q < queries; ++q)
-      memcpy(query + q * wide, job.query + at + (first + q) * stride, wide * sizeof(float));
+      memcpy(query + q * features, job.query + at + (first + q) * stride, features * sizeof(float));
     for (int64_t key = 0; key < tokens; key += kPanel) {
       const int64_t left = tokens - key < kPanel ? tokens - key : kPanel;
       for (int64_t q = 0; q < queries; q += kQueries) {
-        for (int i = 0; i < kQueries; ++i) factors[i] = query + (q + i) * wide;
-        six(factors, keys + key * wide, kPanel, wide, scores + q * row + key, row, true,
-            (left + kLanes - 1) / kLanes);
+        for (int i = 0; i < kQueries; ++i) factors[i] = query + (q + i) * features;
+        attend_6_queries(factors, keys + key * features, kPanel, features, scores + q * row + key,
+                         row, true, (left + kLanes - 1) / kLanes);
       }
     }
-    float over[kBlock];
-    for (int64_t q = 0; q < queries; ++q) over[q] = weigh(scores + q * row, tokens, job.scale);
+    float inverse_sums[kBlock];
+    for (int64_t q = 0; q < queries; ++q)
+      inverse_sums[q] = softmax_in_place(scores + q * row, tokens, job.scale);
     for (int64_t key = 0; key < tokens; key += kPanel) {
       const int64_t left = tokens - key < kPanel ? tokens - key : kPanel;
       for (int64_t q = 0; q < queries; q += kQueries) {
         for (int i = 0; i < kQueries; ++i) factors[i] = scores + (q + i) * row + key;
-        six(factors, values + key * wide, wide, left, sums + q * wide, wide, key == 0,
-            wide / kLanes);
+        attend_6_queries(factors, values + key * features, features, left, sums + q * features,
+                         features, key == 0, features / kLanes);
       }
     }
     for (int64_t q = 0; q < queries; ++q)
-      for (int64_t i = 0; i < wide; i += kLanes)
-        store(job.output + at + (first + q) * stride + i, load(sums + q * wide + i) * over[q]);
+      for (int64_t i = 0; i < features; i += kLanes)
+        store(job.output + at + (first + q) * stride + i,
+              load(sums + q * features + i) * inverse_sums[q]);
   }
 }
 

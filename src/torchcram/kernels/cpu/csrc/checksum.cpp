@@ -1,4 +1,4 @@
-// CRC-32 as zlib has it, many bytes at a time where the machine multiplies without carries.
+// CRC-32 as in zlib, 64 bytes at a time on machines with carry-less multiplication.
 #include <cstdint>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Bit by bit for each byte, once.
+// CRC of each byte, computed once bit by bit.
 struct Table {
   uint32_t next[256];
   Table() {
@@ -20,7 +20,7 @@ struct Table {
   }
 };
 
-uint32_t by_bytes(const uint8_t* data, int64_t count, uint32_t crc) {
+uint32_t crc_of_bytes(const uint8_t* data, int64_t count, uint32_t crc) {
   static const Table table;
   for (int64_t i = 0; i < count; ++i) crc = crc >> 8 ^ table.next[(crc ^ data[i]) & 255];
   return crc;
@@ -33,15 +33,15 @@ TORCHCRAM_CLMUL inline __m128i load(const uint8_t* data) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
 }
 
-// What 16 bytes stand for so many bytes later, and what lies there.
-TORCHCRAM_CLMUL inline __m128i fold(__m128i x, __m128i powers, __m128i there) {
+// Moves the remainder of 16 bytes to a later block and adds that block.
+TORCHCRAM_CLMUL inline __m128i fold(__m128i x, __m128i powers, __m128i next_block) {
   const __m128i low = _mm_clmulepi64_si128(x, powers, 0x00);
   const __m128i high = _mm_clmulepi64_si128(x, powers, 0x11);
-  return _mm_xor_si128(_mm_xor_si128(low, high), there);
+  return _mm_xor_si128(_mm_xor_si128(low, high), next_block);
 }
 
-// At least 64 bytes, in 16s. The numbers are remainders of powers of x, bits reversed.
-TORCHCRAM_CLMUL uint32_t by_blocks(const uint8_t* data, int64_t count, uint32_t crc) {
+// At least 64 bytes, a multiple of 16. The constants are bit-reversed remainders of powers of x.
+TORCHCRAM_CLMUL uint32_t crc_of_blocks(const uint8_t* data, int64_t count, uint32_t crc) {
   const __m128i by_64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
   const __m128i by_16 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
   const __m128i words = _mm_setr_epi32(~0, 0, ~0, 0);
@@ -50,24 +50,24 @@ TORCHCRAM_CLMUL uint32_t by_blocks(const uint8_t* data, int64_t count, uint32_t 
   x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128(int(crc)));
   for (data += 64, count -= 64; count >= 64; data += 64, count -= 64)
     for (int i = 0; i < 4; ++i) x[i] = fold(x[i], by_64, load(data + 16 * i));
-  __m128i one = x[0];
-  for (int i = 1; i < 4; ++i) one = fold(one, by_16, x[i]);
-  for (; count >= 16; data += 16, count -= 16) one = fold(one, by_16, load(data));
-  // from 128 bits to 64, and on to 32 by Barrett's reduction
-  one = _mm_xor_si128(_mm_srli_si128(one, 8), _mm_clmulepi64_si128(one, by_16, 0x10));
+  __m128i folded = x[0];
+  for (int i = 1; i < 4; ++i) folded = fold(folded, by_16, x[i]);
+  for (; count >= 16; data += 16, count -= 16) folded = fold(folded, by_16, load(data));
+  // from 128 bits to 64, then to 32 by Barrett reduction
+  folded = _mm_xor_si128(_mm_srli_si128(folded, 8), _mm_clmulepi64_si128(folded, by_16, 0x10));
   const __m128i last = _mm_set_epi64x(0, 0x163cd6124);
-  const __m128i rest = _mm_srli_si128(one, 4);
-  one = _mm_xor_si128(_mm_clmulepi64_si128(_mm_and_si128(one, words), last, 0x00), rest);
+  const __m128i rest = _mm_srli_si128(folded, 4);
+  folded = _mm_xor_si128(_mm_clmulepi64_si128(_mm_and_si128(folded, words), last, 0x00), rest);
   const __m128i divide = _mm_set_epi64x(0x1f7011641, 0x1db710641);
-  __m128i times = _mm_clmulepi64_si128(_mm_and_si128(one, words), divide, 0x10);
+  __m128i times = _mm_clmulepi64_si128(_mm_and_si128(folded, words), divide, 0x10);
   times = _mm_clmulepi64_si128(_mm_and_si128(times, words), divide, 0x00);
-  return uint32_t(_mm_extract_epi32(_mm_xor_si128(one, times), 1));
+  return uint32_t(_mm_extract_epi32(_mm_xor_si128(folded, times), 1));
 }
 #endif
 
 }  // namespace
 
-// The CRC-32 of bytes that come after others, whose CRC-32 is `seen`; 0 at the beginning.
+// Returns the CRC-32 of all bytes so far; `seen` is the CRC-32 of the earlier ones, 0 if none.
 extern "C" __attribute__((visibility("default"))) uint32_t torchcram_crc32(const uint8_t* data,
                                                                            int64_t count,
                                                                            uint32_t seen) {
@@ -76,9 +76,9 @@ extern "C" __attribute__((visibility("default"))) uint32_t torchcram_crc32(const
   __builtin_cpu_init();
   if (count >= 64 && __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1")) {
     const int64_t blocks = count / 16 * 16;
-    crc = by_blocks(data, blocks, crc);
+    crc = crc_of_blocks(data, blocks, crc);
     data += blocks, count -= blocks;
   }
 #endif
-  return ~by_bytes(data, count, crc);
+  return ~crc_of_bytes(data, count, crc);
 }

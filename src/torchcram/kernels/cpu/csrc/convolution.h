@@ -1,4 +1,4 @@
-// Convolutions: the panel holds the pixels that the outputs need.
+// Convolutions: a panel holds the input pixels that a few outputs need.
 #pragma once
 
 #include "multiply.h"
@@ -6,18 +6,18 @@
 namespace torchcram {
 namespace {
 
-// What a convolution ends in is simple enough to do on the way out.
+// Adds the residual and applies ReLU while the outputs are written.
 TORCHCRAM_INLINE Vector finish(Vector v, const float* residual, bool rectify) {
   if (residual) v += load(residual);
   return rectify ? relu(v) : v;
 }
 
-// Where runs of neighbouring outputs have their pixels, all runs alike.
+// Offsets of the input pixels of runs of neighbouring outputs; all runs have the same length.
 struct Runs {
   int64_t length, count, at[kPanel];
   Runs(const Convolution& c, int64_t first, int64_t outputs) {
     length = c.out_w % 16 == 0 ? 16 : c.out_w % 8 == 0 ? 8 : c.out_w % 4 == 0 ? 4 : 1;
-    count = outputs / length;  // a row has whole runs, and so have all rows
+    count = outputs / length;  // a row of outputs is a whole number of runs
     for (int64_t i = 0; i < count; ++i) {
       const int64_t output = first + i * length;
       at[i] = output / c.out_w * c.stride_h * c.width + output % c.out_w;
@@ -26,20 +26,20 @@ struct Runs {
 };
 
 template <int Length>
-void take_runs(const float* from, const Runs& runs, float* to) {
+void load_runs(const float* from, const Runs& runs, float* to) {
   for (int64_t i = 0; i < runs.count; ++i) memcpy(to + i * Length, from + runs.at[i], Length * 4);
 }
 
-// The pixels of a block: [k][64 outputs].
+// Loads the pixels of a block: [k][64 outputs].
 template <int Length>
-void take_pixels(const Job& job, const Runs& runs, int64_t block, const float* image, float* to) {
+void load_pixels(const Job& job, const Runs& runs, int64_t block, const float* image, float* to) {
   const Convolution& c = *job.shape;
   const int64_t plane = c.height * c.width, *starts = job.packed->inner_starts + block;
   int64_t kx = starts[0] % c.kernel_w, ky = starts[0] / c.kernel_w % c.kernel_h;
   int64_t channel = starts[0] / (c.kernel_w * c.kernel_h);
   for (int64_t k = starts[0]; k < starts[1]; ++k, to += kPanel) {
     const int64_t x = kx * c.dilation_w;
-    take_runs<Length>(image + (channel * c.stride_w + x % c.stride_w) * plane +
+    load_runs<Length>(image + (channel * c.stride_w + x % c.stride_w) * plane +
                           ky * c.dilation_h * c.width + x / c.stride_w,
                       runs, to);
     if (++kx < c.kernel_w) continue;
@@ -50,28 +50,28 @@ void take_pixels(const Job& job, const Runs& runs, int64_t block, const float* i
   }
 }
 
-// The lanes of a panel are neighbouring outputs of one image, in the order of rows and columns. The
-// input is padded already, and its columns are sorted by their remainders when divided by the
-// stride: [image][channel][remainder][row][column].
-void pixels(const void* what, int64_t task) {
-  const Job& job = *static_cast<const Job*>(what);
+// The lanes of a panel are neighbouring outputs of one image in row-major order. The input is
+// padded already, and its columns are sorted by their remainders modulo the stride:
+// [image][channel][remainder][row][column].
+void pixels(const void* data, int64_t task) {
+  const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
   const bool rectify = job.activation == kRelu;
-  const Rows rows(packed, task % job.splits, job.splits, 0);
+  const RowRange rows(packed, task % job.splits, job.splits, 0);
   const int64_t outputs = c.out_h * c.out_w, panels = (outputs + kPanel - 1) / kPanel;
   const int64_t image = task / job.splits / panels, first = task / job.splits % panels * kPanel;
   const int64_t count = outputs - first < kPanel ? outputs - first : kPanel;
   const int vectors = (count + kLanes - 1) / kLanes;
   const size_t used = packed.inner_starts[packed.blocks() + 1];
   float* panel = scratch(1, kPanelFloats);
-  if (count % kLanes) memset(panel, 0, used);  // lanes without an output
+  if (count % kLanes) memset(panel, 0, used);  // some lanes have no output
   clear_column(panel);
   const Runs runs(c, first, count);
-  const auto take = runs.length == 16  ? take_pixels<16>
-                    : runs.length == 8 ? take_pixels<8>
-                    : runs.length == 4 ? take_pixels<4>
-                                       : take_pixels<1>;
+  const auto take = runs.length == 16  ? load_pixels<16>
+                    : runs.length == 8 ? load_pixels<8>
+                    : runs.length == 4 ? load_pixels<4>
+                                       : load_pixels<1>;
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     take(job, runs, block, job.input + image * c.channels * c.stride_w * c.height * c.width,
          panel + kPanel);
@@ -96,12 +96,12 @@ void pixels(const void* what, int64_t task) {
     }
 }
 
-constexpr int kImages = 16;  // in a panel, for each of 4 neighbouring outputs
+constexpr int kImages = 16;  // images in a panel, for each of 4 neighbouring outputs
 
-// panel[channel][ky][slot][image] of the channels of a block, for 4 outputs from a column on. Full:
-// there are 16 images, else the lanes behind them stay zero.
+// Loads panel[channel][ky][slot][image] for the channels of a block and the 4 outputs that begin at
+// a column. With `Full` there are 16 images; otherwise the lanes of missing images stay zero.
 template <bool Full>
-void take_images(const Job& job, int64_t block, int64_t row, int64_t column, int64_t image,
+void load_images(const Job& job, int64_t block, int64_t row, int64_t column, int64_t image,
                  int64_t images, float* panel) {
   const Convolution& c = *job.shape;
   const int64_t kernel = c.kernel_h * c.kernel_w, *starts = job.packed->inner_starts + block;
@@ -128,8 +128,8 @@ void take_images(const Job& job, int64_t block, int64_t row, int64_t column, int
 }
 
 template <bool Full>
-void give_images(const Job& job, const Rows& rows, int64_t row, int64_t column, int64_t wide,
-                 int64_t image, int64_t images) {
+void store_images(const Job& job, const RowRange& rows, int64_t row, int64_t column, int64_t wide,
+                  int64_t image, int64_t images) {
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
   const bool rectify = job.activation == kRelu;
@@ -137,8 +137,8 @@ void give_images(const Job& job, const Rows& rows, int64_t row, int64_t column, 
     for (int64_t group = rows.first; group < rows.last; ++group) {
       const float* sums = rows.of(group) + pixel * kImages;
       const int64_t feature = packed.first_row(group), count = packed.group_rows(group);
-      const int64_t place = (row * c.out_w + column + pixel) * packed.header->rows + feature;
-      const int64_t at = place * c.batch + image;
+      const int64_t pixel_index = (row * c.out_w + column + pixel) * packed.header->rows + feature;
+      const int64_t at = pixel_index * c.batch + image;
       const float* residual = job.residual ? job.residual + at : nullptr;
       float* to = job.output + at;
       for (int64_t r = 0; r < count; ++r, sums += kPanel, to += c.batch) {
@@ -157,17 +157,17 @@ void give_images(const Job& job, const Rows& rows, int64_t row, int64_t column, 
     }
 }
 
-// The lanes of a panel are 16 images, its vectors 4 neighbouring outputs; images lie innermost:
-// [row][column][channel][image]. A task is a row of outputs of 16 images.
-void images(const void* what, int64_t task) {
-  const Job& job = *static_cast<const Job*>(what);
+// The lanes of a panel are 16 images, its vectors 4 neighbouring outputs. Images are the innermost
+// dimension: [row][column][channel][image]. A task is a row of outputs of 16 images.
+void images(const void* data, int64_t task) {
+  const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
-  const Rows rows(packed, task % job.splits, job.splits, 0);
+  const RowRange rows(packed, task % job.splits, job.splits, 0);
   const int64_t sets = (c.batch + kImages - 1) / kImages;
   const int64_t image = task / job.splits % sets * kImages, row = task / job.splits / sets;
-  const int64_t here = c.batch - image < kImages ? c.batch - image : kImages;
-  const bool full = here == kImages;
+  const int64_t images_here = c.batch - image < kImages ? c.batch - image : kImages;
+  const bool full = images_here == kImages;
   const size_t used = packed.inner_starts[packed.blocks() + 1];
   float* panel = scratch(1, kPanelFloats);
   if (!full) memset(panel, 0, used);
@@ -175,11 +175,12 @@ void images(const void* what, int64_t task) {
   for (int64_t column = 0; column < c.out_w; column += 4) {
     const int64_t wide = c.out_w - column < 4 ? c.out_w - column : 4;
     for (int64_t block = 0; block < packed.blocks(); ++block) {
-      (full ? take_images<true> : take_images<false>)(job, block, row, column, image, here,
+      (full ? load_images<true> : load_images<false>)(job, block, row, column, image, images_here,
                                                       panel + kPanel);
       multiply(rows, block, panel, int(wide * kImages / kLanes), job.bias);
     }
-    (full ? give_images<true> : give_images<false>)(job, rows, row, column, wide, image, here);
+    (full ? store_images<true> : store_images<false>)(job, rows, row, column, wide, image,
+                                                      images_here);
   }
 }
 

@@ -1,12 +1,71 @@
-// Stored values back to a tensor of floats: to their places, integers times their scales.
-#include "expand.h"
+// Decodes stored values: expands them by a bit mask and multiplies integers by their scales.
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
-constexpr int kAtOnce = 2048;  // places: what they need meanwhile stays in L1
+// Expands from position `at` on, after `used` values have been consumed. Returns the number of
+// values consumed in total, or -1 if there are too few.
+template <class T>
+int64_t expand(const uint8_t* mask, int64_t at, int64_t count, const T* values, int64_t used,
+               int64_t stored, T* out) {
+  for (; at < count; at += 8) {
+    const unsigned bits = mask[at / 8];
+    const int here = count - at < 8 ? int(count - at) : 8;
+    if (here == 8 && stored - used >= 8) {  // branch-free, and never beyond the values
+      for (int i = 0; i < 8; ++i) {
+        const T kept = bits >> i & 1;
+        out[at + i] = values[used] & T(0 - kept);
+        used += kept;
+      }
+      continue;
+    }
+    for (int i = 0; i < here; ++i) {
+      const bool kept = bits >> i & 1;
+      if (kept && used == stored) return -1;
+      out[at + i] = kept ? values[used++] : T(0);
+    }
+  }
+  return used;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f"))) int64_t expand_wide(const uint8_t* mask, int64_t count,
+                                                       const uint32_t* values, int64_t stored,
+                                                       uint32_t* out) {
+  int64_t at = 0, used = 0;
+  for (; at + 16 <= count && stored - used >= 16; at += 16) {
+    uint16_t bits;
+    memcpy(&bits, mask + at / 8, 2);
+    _mm512_storeu_si512(out + at,
+                        _mm512_maskz_expand_epi32(bits, _mm512_loadu_si512(values + used)));
+    used += __builtin_popcount(bits);
+  }
+  return expand(mask, at, count, values, used, stored, out);
+}
+#else
+inline int64_t expand_wide(const uint8_t*, int64_t, const uint32_t*, int64_t, uint32_t*) {
+  return 0;
+}
+#endif
+
+int64_t expand_words(const uint8_t* mask, int64_t count, const uint32_t* values, int64_t stored,
+                     uint32_t* out) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f")) return expand_wide(mask, count, values, stored, out);
+#endif
+  return expand(mask, 0, count, values, 0, stored, out);
+}
+
+constexpr int kChunk = 2048;  // positions decoded at a time; their buffers stay in L1
 #define TORCHCRAM_INLINE inline __attribute__((always_inline))
 
-// Integers of `bits` bits in a row, lowest bit first. The lowest of them stands for -0.0.
+// Packed integers of `bits` bits, lowest bit first. The lowest integer encodes -0.0.
 struct Integers {
   const uint8_t* packed;
   int64_t bytes;
@@ -20,17 +79,17 @@ struct Integers {
     number[sign] = -0.0f;
   }
 
-  // Those from the first, a multiple of 8, on; up to 7 more than asked for.
+  // Unpacks `count` integers from `first`, a multiple of 8, on; writes up to 7 more.
   TORCHCRAM_INLINE void read(int64_t first, int64_t count, float* out) const {
     const uint8_t* at = packed + first / 8 * bits;
     for (int64_t i = 0; i < count; i += 8, at += bits) {
-      uint64_t eight = 0;
+      uint64_t word = 0;
       const int64_t left = packed + bytes - at;
       if (left >= 8)
-        memcpy(&eight, at, 8);
+        memcpy(&word, at, 8);
       else
-        memcpy(&eight, at, left < bits ? left : bits);
-      for (int j = 0; j < 8; ++j) out[i + j] = number[eight >> (j * bits) & ((1 << bits) - 1)];
+        memcpy(&word, at, left < bits ? left : bits);
+      for (int j = 0; j < 8; ++j) out[i + j] = number[word >> (j * bits) & ((1 << bits) - 1)];
     }
   }
 };
@@ -38,7 +97,7 @@ struct Integers {
 #if defined(__x86_64__)
 #define TORCHCRAM_WIDE __attribute__((target("avx512f,avx512bw,avx512vl,popcnt")))
 
-// The same for 4 and 8 bits, 16 at a time; the last ones as above.
+// The same for 4 and 8 bits, 16 integers at a time; the last ones go through `read`.
 TORCHCRAM_WIDE void read_wide(const Integers& from, int64_t first, int64_t count, float* out) {
   const uint8_t* at = from.packed + first / 8 * from.bits;
   const __m512 table = _mm512_loadu_ps(from.number);
@@ -61,8 +120,8 @@ TORCHCRAM_WIDE void read_wide(const Integers& from, int64_t first, int64_t count
   from.read(first + i, count - i, out + i);
 }
 
-// Past the caches, which a tensor would fill: what is written need not be read before.
-TORCHCRAM_WIDE void give_wide(const float* from, int64_t count, float* out) {
+// Bypasses the caches: a whole tensor would evict everything else.
+TORCHCRAM_WIDE void store_wide(const float* from, int64_t count, float* out) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(out) % 64 == 0)
     for (; i + 16 <= count; i += 16) _mm512_stream_ps(out + i, _mm512_loadu_ps(from + i));
@@ -70,17 +129,17 @@ TORCHCRAM_WIDE void give_wide(const float* from, int64_t count, float* out) {
 }
 #else
 inline void read_wide(const Integers&, int64_t, int64_t, float*) {}
-inline void give_wide(const float*, int64_t, float*) {}
+inline void store_wide(const float*, int64_t, float*) {}
 #endif
 
 struct Stored {
-  const uint8_t* mask;  // null: every place has a value
-  int64_t count;        // places
+  const uint8_t* mask;  // null if every position has a value
+  int64_t count;        // positions
   const void* values;
   int64_t stored;
-  int bits;             // of integers; 0 for floats
-  const float* scales;  // null: none
-  int64_t per_scale;    // places
+  int bits;             // bits of an integer; 0 for floats
+  const float* scales;  // may be null
+  int64_t per_scale;    // positions that share a scale
   float* out;
 };
 
@@ -95,7 +154,7 @@ int64_t count_ones(const uint8_t* mask, int64_t places) {
   return count;
 }
 
-// Multiplies the places from `at` on.
+// Multiplies the values of positions from `at` on by their scales.
 TORCHCRAM_INLINE void scale(const Stored& s, int64_t at, int64_t count, float* values) {
   for (int64_t i = 0; i < count;) {
     const int64_t row = (at + i) / s.per_scale, next = (row + 1) * s.per_scale - at;
@@ -104,36 +163,36 @@ TORCHCRAM_INLINE void scale(const Stored& s, int64_t at, int64_t count, float* v
   }
 }
 
-// Returns how many values were used, or -1 where there are too few.
+// Returns the number of values consumed, or -1 if there are too few.
 TORCHCRAM_INLINE int64_t decode(const Stored& s, bool wide) {
   const Integers integers(s.values, s.stored, s.bits);
-  float some[kAtOnce + 32], placed[kAtOnce];
+  float unpacked[kChunk + 32], expanded[kChunk];
   int64_t used = 0;
-  for (int64_t at = 0; at < s.count; at += kAtOnce) {
-    const int64_t here = s.count - at < kAtOnce ? s.count - at : kAtOnce;
+  for (int64_t at = 0; at < s.count; at += kChunk) {
+    const int64_t here = s.count - at < kChunk ? s.count - at : kChunk;
     const int64_t needed = s.mask ? count_ones(s.mask + at / 8, here) : here;
     if (needed > s.stored - used) return -1;
     const float* from = static_cast<const float*>(s.values) + used;
     if (s.bits) {
       const int64_t first = used / 8 * 8, count = needed + used % 8;
-      wide ? read_wide(integers, first, count, some) : integers.read(first, count, some);
-      from = some + used % 8;
+      wide ? read_wide(integers, first, count, unpacked) : integers.read(first, count, unpacked);
+      from = unpacked + used % 8;
     }
     if (!s.mask) {
-      memcpy(placed, from, here * sizeof(float));
+      memcpy(expanded, from, here * sizeof(float));
     } else {
-      // beyond what is needed there is more to read, of which nothing is used
-      const int64_t there = s.bits ? needed + 16 : s.stored - used;
+      // more values can be read than are needed
+      const int64_t available = s.bits ? needed + 16 : s.stored - used;
       const uint32_t* values = reinterpret_cast<const uint32_t*>(from);
-      uint32_t* out = reinterpret_cast<uint32_t*>(placed);
-      wide ? expand_wide(s.mask + at / 8, here, values, there, out)
-           : expand(s.mask + at / 8, 0, here, values, 0, there, out);
+      uint32_t* out = reinterpret_cast<uint32_t*>(expanded);
+      wide ? expand_wide(s.mask + at / 8, here, values, available, out)
+           : expand(s.mask + at / 8, 0, here, values, 0, available, out);
     }
-    if (s.scales) scale(s, at, here, placed);
+    if (s.scales) scale(s, at, here, expanded);
     if (wide)
-      give_wide(placed, here, s.out + at);
+      store_wide(expanded, here, s.out + at);
     else
-      memcpy(s.out + at, placed, here * sizeof(float));
+      memcpy(s.out + at, expanded, here * sizeof(float));
     used += needed;
   }
   return used;
@@ -149,30 +208,26 @@ TORCHCRAM_WIDE int64_t decode_wide(const Stored& s) {
 
 }  // namespace
 
-// The bits that are set among the first places of a mask.
+// Returns the number of bits set among the first `places` of a mask.
 extern "C" __attribute__((visibility("default"))) int64_t torchcram_count_ones(const uint8_t* mask,
                                                                                int64_t places) {
   return count_ones(mask, places);
 }
 
-// out[i] = table[bytes[i]], rows of `wide` bytes.
-extern "C" __attribute__((visibility("default"))) void torchcram_look_up(const uint8_t* table,
-                                                                         int64_t wide,
-                                                                         const uint8_t* bytes,
-                                                                         int64_t count,
-                                                                         uint8_t* out) {
-  if (wide < 1) return;  // nothing to copy, and there may be no memory for it
+// out[i] = table[bytes[i]] for rows of `wide` bytes.
+extern "C" __attribute__((visibility("default"))) void torchcram_look_up(
+    const uint8_t* table, int64_t wide, const uint8_t* bytes, int64_t count, uint8_t* out) {
+  if (wide < 1) return;  // nothing to copy, and `out` may be null
   if (wide == 1)
     for (int64_t i = 0; i < count; ++i) out[i] = table[bytes[i]];
   else
     for (int64_t i = 0; i < count; ++i) memcpy(out + i * wide, table + bytes[i] * wide, wide);
 }
 
-// Floats or integers to their places, times their scales. Returns how many values were used, or -1
-// where there are too few.
-extern "C" __attribute__((visibility("default"))) int64_t torchcram_decode(
-    const uint8_t* mask, int64_t count, const void* values, int64_t stored, int bits,
-    const float* scales, int64_t per_scale, float* out) {
+// Decodes floats or integers. Returns the number of values consumed, or -1 if there are too few.
+extern "C" __attribute__((visibility("default"))) int64_t
+torchcram_decode(const uint8_t* mask, int64_t count, const void* values, int64_t stored, int bits,
+                 const float* scales, int64_t per_scale, float* out) {
   const Stored s{mask, count, values, stored, bits, scales, per_scale, out};
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -181,4 +236,26 @@ extern "C" __attribute__((visibility("default"))) int64_t torchcram_decode(
     return decode_wide(s);
 #endif
   return decode(s, false);
+}
+
+// out[i] = the next value if bit i of the mask is set, else zero; values have 1, 2, 4 or 8 bytes.
+// Returns the number of values consumed, or -1 if there are too few.
+extern "C" __attribute__((visibility("default"))) int64_t
+torchcram_expand(const uint8_t* mask, int64_t count, const void* values, int64_t stored,
+                 int64_t size, void* out) {
+  switch (size) {
+    case 1:
+      return expand(mask, 0, count, static_cast<const uint8_t*>(values), 0, stored,
+                    static_cast<uint8_t*>(out));
+    case 2:
+      return expand(mask, 0, count, static_cast<const uint16_t*>(values), 0, stored,
+                    static_cast<uint16_t*>(out));
+    case 4:
+      return expand_words(mask, count, static_cast<const uint32_t*>(values), stored,
+                          static_cast<uint32_t*>(out));
+    case 8:
+      return expand(mask, 0, count, static_cast<const uint64_t*>(values), 0, stored,
+                    static_cast<uint64_t*>(out));
+  }
+  return -1;
 }

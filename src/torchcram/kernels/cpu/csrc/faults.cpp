@@ -1,4 +1,4 @@
-// Allocation failure on demand, for tests: part of builds with TORCHCRAM_FAULTS alone.
+// Allocation failure on demand, for tests. Only builds with TORCHCRAM_FAULTS contain it.
 #include <stdlib.h>
 
 #include <atomic>
@@ -17,7 +17,7 @@ void torchcram::count_allocation() {
   if (left == 1) throw std::bad_alloc();
 }
 
-// The library is linked so that its own calls of `new` come here, and no one else's.
+// The library is linked so that only its own calls of `new` come here.
 void* operator new(size_t bytes) {
   torchcram::count_allocation();
   if (void* memory = malloc(bytes ? bytes : 1)) return memory;
@@ -33,8 +33,9 @@ void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
 void operator delete(void* memory) noexcept { free(memory); }
 void operator delete(void* memory, size_t) noexcept { free(memory); }
 
-// Makes the n-th allocation from now on fail, none for 0. Returns how many were left before the one
-// that an earlier call chose: 0 where that one has failed, or there was none.
+// Makes the n-th allocation from now on fail; none for 0. Returns the number of allocations that
+// were left until the failure that an earlier call requested: 0 if it has happened or was not
+// requested.
 extern "C" __attribute__((visibility("default"))) int64_t torchcram_fail_allocation(int64_t n) {
   return remaining.exchange(n);
 }

@@ -1,8 +1,8 @@
-// Y = activation(X W^T + bias) + residual with weights and activations in 8 bits.
+// Linear layers in 8 bits: Y = activation(X W^T + bias) + residual.
 //
-// Four weights of a row, neighbours along k, are one 32-bit value of the packed matrix; a value is
-// kept where one of the four is. The four activations of a token are one 32-bit lane of the panel:
-// unsigned, 128 stands for zero, one scale per token.
+// Four neighbouring weights of a row are one 32-bit value of the packed matrix; a value is stored
+// if any of the four is not zero. Four activations of a token are one 32-bit lane of the panel.
+// They are unsigned with zero point 128, and each token has its own scale.
 #pragma once
 
 #if defined(TORCHCRAM_AVX512)
@@ -17,7 +17,7 @@ namespace {
 typedef int32_t Words __attribute__((vector_size(64), may_alias));
 
 template <int V, bool First>
-void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const int32_t* start) {
+void run_rows_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const int32_t* start) {
   for (int64_t row = 0; row < rows; row += 2) {
     int count = s.column[0];
     const int64_t i = s.column[1] % kSumsRows, j = s.column[2] % kSumsRows;
@@ -50,7 +50,7 @@ void run_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const in
 }
 
 template <bool First>
-void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vectors,
+void multiply_int8(const RowRange& rows, int64_t block, const float* panel, int vectors,
                    const int32_t* start) {
   const char* x = reinterpret_cast<const char*>(panel);
   for (int64_t group = rows.first; group < rows.last; ++group) {
@@ -59,26 +59,34 @@ void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vect
     const int64_t count = rows.packed.group_rows(group);
     const int32_t* from = start + rows.packed.first_row(group);
     switch (vectors) {
-      case 1: run_int8<1, First>(x, s, y, count, from); break;
-      case 2: run_int8<2, First>(x, s, y, count, from); break;
-      case 3: run_int8<3, First>(x, s, y, count, from); break;
-      default: run_int8<4, First>(x, s, y, count, from); break;
+      case 1:
+        run_rows_int8<1, First>(x, s, y, count, from);
+        break;
+      case 2:
+        run_rows_int8<2, First>(x, s, y, count, from);
+        break;
+      case 3:
+        run_rows_int8<3, First>(x, s, y, count, from);
+        break;
+      default:
+        run_rows_int8<4, First>(x, s, y, count, from);
+        break;
     }
   }
 }
 
-// Magnitudes are compared as integers, in whose order NaN is above all numbers: it becomes the
-// scale of its token, and so all outputs of that.
+// Magnitudes are compared as integers, which orders NaN above all numbers: it becomes the scale of
+// its token, and thereby all outputs of that token.
 
-// Rounds the tokens to bytes, [token][inner] filled up to a multiple of 4; their scales.
-void round_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes, float* scales) {
+// Quantizes tokens to bytes [token][inner], padded to a multiple of 4, and writes their scales.
+void quantize_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes, float* scales) {
   const int64_t wide = (inner + 3) / 4 * 4;
   for (int64_t t = 0; t < tokens; ++t, x += inner, bytes += wide) {
     Ints most{};
     int64_t k = 0;
-    for (; k + 16 <= inner; k += 16) most = largest(most, (Ints)magnitude(load(x + k)));
+    for (; k + 16 <= inner; k += 16) most = maximum(most, (Ints)absolute(load(x + k)));
     const __mmask16 rest = __mmask16((1u << (inner - k)) - 1);
-    most = largest(most, (Ints)magnitude((Vector)_mm512_maskz_loadu_ps(rest, x + k)));
+    most = maximum(most, (Ints)absolute((Vector)_mm512_maskz_loadu_ps(rest, x + k)));
     const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
     float top;
     memcpy(&top, &bits, sizeof top);
@@ -95,13 +103,13 @@ void round_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* bytes,
   }
 }
 
-// What the integers in the sums stand for.
-void scale_sums(const Rows& rows, const float* scales, const float* tokens, const float* bias) {
+// Converts integer sums to floats: sum * row scale * token scale + bias.
+void scale_sums(const RowRange& rows, const float* scales, const float* tokens, const float* bias) {
   for (int64_t group = rows.first; group < rows.last; ++group)
     for (int64_t r = 0; r < rows.packed.group_rows(group); ++r) {
       float* at = rows.of(group) + r * kPanel;
       const int64_t row = rows.packed.first_row(group) + r;
-      const Vector scale = all(scales[row]), start = all(bias ? bias[row] : 0.0f);
+      const Vector scale = broadcast(scales[row]), start = broadcast(bias ? bias[row] : 0.0f);
       for (int i = 0; i < kPanel; i += kLanes) {
         const Vector sum = (Vector)_mm512_cvtepi32_ps(_mm512_loadu_si512(at + i));
         store(at + i, sum * (scale * load(tokens + i)) + start);
@@ -109,12 +117,12 @@ void scale_sums(const Rows& rows, const float* scales, const float* tokens, cons
     }
 }
 
-// Rounds [row][token] to the panel of the next layer; the scales of the tokens.
-void round_rows(const float* sums, int64_t rows, float* panel, float* scales) {
+// Quantizes [row][token] to the panel of the next layer and writes the scales of the tokens.
+void quantize_rows(const float* sums, int64_t rows, float* panel, float* scales) {
   for (int i = 0; i < kPanel; i += kLanes) {
     Ints bits{};
     for (int64_t row = 0; row < rows; ++row)
-      bits = largest(bits, (Ints)magnitude(load(sums + row * kPanel + i)));
+      bits = maximum(bits, (Ints)absolute(load(sums + row * kPanel + i)));
     const Vector most = (Vector)bits;
     store(scales + i, most / 127.0f);
     const Vector factor = most > 0.0f ? 127.0f / most : Vector{};
@@ -130,44 +138,44 @@ void round_rows(const float* sums, int64_t rows, float* panel, float* scales) {
   }
 }
 
-void multiply_int8(const Rows& rows, int64_t block, const float* panel, int vectors,
+void multiply_int8(const RowRange& rows, int64_t block, const float* panel, int vectors,
                    const int32_t* start) {
   (block ? multiply_int8<false> : multiply_int8<true>)(rows, block, panel, vectors, start);
 }
 
-void linear_int8(const void* what, int64_t task) {
-  const Job& job = *static_cast<const Job*>(what);
+void linear_int8(const void* data, int64_t task) {
+  const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;
   const int64_t first = task / job.splits * kPanel, words = packed.header->inner;
   const int64_t tokens = job.tokens - first < kPanel ? job.tokens - first : kPanel;
   const int vectors = (tokens + kLanes - 1) / kLanes;
-  const Rows rows(packed, task % job.splits, job.splits, 0);
+  const RowRange rows(packed, task % job.splits, job.splits, 0);
   float* bytes = scratch(2, kPanel * words);
   float* scales = scratch(3, kPanel);
   memset(scales, 0, kPanel * sizeof(float));
-  round_tokens(job.input + first * job.inner, job.inner, tokens, reinterpret_cast<uint8_t*>(bytes),
-               scales);
+  quantize_tokens(job.input + first * job.inner, job.inner, tokens,
+                  reinterpret_cast<uint8_t*>(bytes), scales);
   float* panel = scratch(1, kPanelFloats);
   clear_column(panel);
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     const int64_t k = packed.inner_starts[block];
-    take_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel + kPanel);
+    load_tokens(bytes + k, words, tokens, packed.inner_starts[block + 1] - k, panel + kPanel);
     multiply_int8(rows, block, panel, vectors, job.start);
   }
   scale_sums(rows, job.scales, scales, job.bias);
-  if (job.then == nullptr) return give_rows(job, rows, first, tokens, job.activation);
+  if (job.then == nullptr) return store_rows(job, rows, first, tokens, job.activation);
   const int64_t middle = packed.header->rows;
   activate(rows.sums, middle * kPanel, job.activation);
-  // The column before a later panel need not be zero: integers times a weight of zero add nothing.
+  // The column before a later panel need not be zero: an integer times a zero weight adds nothing.
   float* next_panel = scratch(2, ((middle + 3) / 4 + 1) * kPanel + kPanelFloats) + kPanel;
   clear_column(next_panel - kPanel);
-  round_rows(rows.sums, middle, next_panel, scales);
-  const Rows next(*job.then, 0, 1, 4);
+  quantize_rows(rows.sums, middle, next_panel, scales);
+  const RowRange next(*job.then, 0, 1, 4);
   for (int64_t block = 0; block < job.then->blocks(); ++block)
     multiply_int8(next, block, next_panel + (job.then->inner_starts[block] - 1) * kPanel, vectors,
                   job.then_start);
   scale_sums(next, job.then_scales, scales, job.then_bias);
-  give_rows(job, next, first, tokens, kNone);
+  store_rows(job, next, first, tokens, kNone);
 }
 
 }  // namespace

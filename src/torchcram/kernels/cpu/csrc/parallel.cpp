@@ -1,8 +1,7 @@
-// Threads: those of the OpenMP runtime that torch uses, or a pool of our own where there is none.
+// Threads: those of the OpenMP runtime that torch uses, or our own pool if there is none.
 //
-// Two pools on the same cores would be in each other's way: OpenMP threads keep spinning for a
-// while after a parallel region. GNU OpenMP hangs in a forked child, so there our own pool takes
-// over.
+// Two pools on the same cores would compete: OpenMP threads keep spinning for a while after a
+// parallel region. GNU OpenMP hangs in a forked child, so our own pool takes over there.
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -26,8 +25,8 @@ struct Work {
   std::atomic<bool> failed{false};
 };
 
-// No exception leaves it: the OpenMP runtime and the threads of the pool could not pass one on.
-void take_part(void* data) noexcept {
+// No exception leaves it: neither OpenMP nor the threads of the pool could pass one on.
+void run_tasks(void* data) noexcept {
   Work& work = *static_cast<Work*>(data);
   try {
     for (int64_t first; (first = work.next.fetch_add(work.step)) < work.count;)
@@ -40,7 +39,7 @@ void take_part(void* data) noexcept {
 
 class Pool {
  public:
-  // False where the pool is busy.
+  // Returns false if the pool is busy.
   bool run(Work& work, int threads) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn) return false;
@@ -48,34 +47,34 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       start(threads - 1);
       work_ = &work;
-      wanted_ = threads - 1;
+      requested_ = threads - 1;
     }
     wake_.notify_all();
-    take_part(&work);
+    run_tasks(&work);
     std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;
+    requested_ = 0;
     idle_.wait(lock, [this] { return busy_ == 0; });
     return true;
   }
 
  private:
-  // Where a thread cannot be started, those that there are do the work.
+  // If a thread cannot be started, the existing ones do the work.
   void start(int threads) {
     try {
-      for (; started_ < threads; ++started_) std::thread([this] { serve(); }).detach();
+      for (; started_ < threads; ++started_) std::thread([this] { work_loop(); }).detach();
     } catch (...) {
     }
   }
 
-  void serve() {
+  void work_loop() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return wanted_ > 0; });
-      --wanted_;
+      wake_.wait(lock, [this] { return requested_ > 0; });
+      --requested_;
       ++busy_;
       Work* work = work_;
       lock.unlock();
-      take_part(work);
+      run_tasks(work);
       lock.lock();
       if (--busy_ == 0) idle_.notify_all();
     }
@@ -84,7 +83,7 @@ class Pool {
   std::mutex turn_, mutex_;
   std::condition_variable wake_, idle_;
   Work* work_ = nullptr;
-  int started_ = 0, wanted_ = 0, busy_ = 0;
+  int started_ = 0, requested_ = 0, busy_ = 0;
 };
 
 typedef void (*OpenMP)(void (*)(void*), void*, unsigned, unsigned);
@@ -94,7 +93,7 @@ std::atomic<OpenMP> openmp{nullptr};
 alignas(Pool) char pool_memory[sizeof(Pool)];
 Pool* const pool = new (pool_memory) Pool;
 
-void after_fork() {  // threads do not survive a fork, and locks may be held by them
+void after_fork() {  // threads do not survive a fork and may have held locks
   openmp = nullptr;
   new (pool_memory) Pool;
 }
@@ -117,13 +116,13 @@ void parallel(Task task, const void* job, int64_t count, int threads) {
   if (count < 1) return;  // an empty batch
   if (threads > count) threads = int(count);
   if (threads < 1) threads = 1;
-  const int64_t step = count / (threads * int64_t(8));  // neighbours share what they read
+  const int64_t step = count / (threads * int64_t(8));  // neighbouring tasks read the same data
   Work work{task, job, count, step > 1 ? step : 1, {}, {}};
   OpenMP region = openmp.load();
   if (threads > 1 && region)
-    region(take_part, &work, unsigned(threads), 0);
+    region(run_tasks, &work, unsigned(threads), 0);
   else if (threads == 1 || !pool->run(work, threads))
-    take_part(&work);
+    run_tasks(&work);
   if (work.failed) throw std::bad_alloc();
 }
 

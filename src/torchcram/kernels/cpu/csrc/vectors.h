@@ -1,4 +1,4 @@
-// Vectors of floats as wide as this file is compiled for, and what is done to them alone.
+// Vectors of floats of the instruction set that a file is compiled for, and functions of them.
 #pragma once
 
 #include <cstdint>
@@ -25,23 +25,23 @@ TORCHCRAM_INLINE Vector load(const float* from) {
   return *reinterpret_cast<const Unaligned*>(from);
 }
 TORCHCRAM_INLINE void store(float* to, Vector v) { *reinterpret_cast<Unaligned*>(to) = v; }
-TORCHCRAM_INLINE Vector all(float value) { return Vector{} + value; }
-TORCHCRAM_INLINE Vector largest(Vector a, Vector b) { return a > b ? a : b; }
-TORCHCRAM_INLINE Ints largest(Ints a, Ints b) { return a > b ? a : b; }
-TORCHCRAM_INLINE Vector smallest(Vector a, Vector b) { return a < b ? a : b; }
+TORCHCRAM_INLINE Vector broadcast(float value) { return Vector{} + value; }
+TORCHCRAM_INLINE Vector maximum(Vector a, Vector b) { return a > b ? a : b; }
+TORCHCRAM_INLINE Ints maximum(Ints a, Ints b) { return a > b ? a : b; }
+TORCHCRAM_INLINE Vector minimum(Vector a, Vector b) { return a < b ? a : b; }
 
-// Activations pass NaN on: it is neither below nor above any bound.
+// Activations propagate NaN: comparisons with it are false.
 TORCHCRAM_INLINE Vector relu(Vector x) { return x < 0.0f ? Vector{} : x; }
 
-// e^x by 2^n * e^r, |r| <= log(2) / 2; relative error below 2e-7, x at least -87.
+// e^x = 2^n * e^r with |r| <= log(2) / 2; relative error below 2e-7 for x >= -87.
 TORCHCRAM_INLINE Vector exponential(Vector x) {
-  x = smallest(largest(x, all(-87.0f)), all(88.0f));
-  const Vector magic = all(12582912.0f);  // adding it rounds to an integer
+  x = minimum(maximum(x, broadcast(-87.0f)), broadcast(88.0f));
+  const Vector magic = broadcast(12582912.0f);  // adding it rounds to an integer
   Vector n = x * 1.44269504f + magic;
   Ints power = (Ints)n << 23;
   n -= magic;
   Vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Vector p = all(1.9875691500e-4f);
+  Vector p = broadcast(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
@@ -51,14 +51,14 @@ TORCHCRAM_INLINE Vector exponential(Vector x) {
   return (Vector)((Ints)p + power);
 }
 
-TORCHCRAM_INLINE Vector magnitude(Vector x) { return (Vector)((Ints)x & (Ints{} + 0x7fffffff)); }
+TORCHCRAM_INLINE Vector absolute(Vector x) { return (Vector)((Ints)x & (Ints{} + 0x7fffffff)); }
 
-// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2, on 0 to 25; its absolute error is
+// x * P(normal <= x). P - 1/2 is x times a polynomial of x^2 on [0, 25], with an absolute error of
 // 2.5e-7.
 TORCHCRAM_INLINE Vector gelu(Vector x) {
-  const Vector near = smallest(largest(x, all(-5.0f)), all(5.0f));
-  const Vector s = near * near * 0.08f - 1.0f;
-  Vector p = all(6.087282090e-04f);
+  const Vector clamped = minimum(maximum(x, broadcast(-5.0f)), broadcast(5.0f));
+  const Vector s = clamped * clamped * 0.08f - 1.0f;
+  Vector p = broadcast(6.087282090e-04f);
   p = p * s - 1.613265486e-03f;
   p = p * s + 1.722796937e-03f;
   p = p * s - 2.685574116e-03f;
@@ -71,23 +71,23 @@ TORCHCRAM_INLINE Vector gelu(Vector x) {
   p = p * s + 5.152052268e-02f;
   p = p * s - 7.029628009e-02f;
   p = p * s + 1.413637847e-01f;
-  return x <= -5.0f ? Vector{} : x * (near * p + 0.5f);
+  return x <= -5.0f ? Vector{} : x * (clamped * p + 0.5f);
 }
 
 TORCHCRAM_INLINE Vector logistic(Vector x) { return 1.0f / (exponential(-x) + 1.0f); }
 
-// Far below zero the logistic function is too small for a float, and x may be infinite.
+// Far below zero the logistic function underflows, and x may be infinite.
 TORCHCRAM_INLINE Vector silu(Vector x) { return x < -87.0f ? Vector{} : x * logistic(x); }
 
 TORCHCRAM_INLINE Vector gelu_tanh(Vector x) {
-  const Vector near = largest(x, all(-9.0f));  // beyond it come denormal numbers, which are slow
-  const Vector y = x * logistic(near * (near * near * 0.044715f + 1.0f) * 1.595769122f);
+  const Vector clamped = maximum(x, broadcast(-9.0f));  // denormal numbers below it are slow
+  const Vector y = x * logistic(clamped * (clamped * clamped * 0.044715f + 1.0f) * 1.595769122f);
   return x < -9.0f ? Vector{} : y;
 }
 
-// Exchanges the off-diagonal squares of side S of a matrix of kLanes x kLanes, for S = 1, 2, 4, ...
+// Swaps the off-diagonal squares of side S, 2 S, 4 S, ... of a kLanes x kLanes matrix.
 template <int S>
-struct Exchange {
+struct TransposeStep {
   static TORCHCRAM_INLINE void run(Vector (&m)[kLanes]) {
     Ints first, second;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -108,14 +108,14 @@ struct Exchange {
       m[row + S] = __builtin_shuffle(a, b, second);
 #endif
     }
-    Exchange<S * 2>::run(m);
+    TransposeStep<S * 2>::run(m);
   }
 };
 template <>
-struct Exchange<kLanes> {
+struct TransposeStep<kLanes> {
   static TORCHCRAM_INLINE void run(Vector (&)[kLanes]) {}
 };
 
-TORCHCRAM_INLINE void transpose(Vector (&m)[kLanes]) { Exchange<1>::run(m); }
+TORCHCRAM_INLINE void transpose(Vector (&m)[kLanes]) { TransposeStep<1>::run(m); }
 
 }  // namespace

@@ -1,0 +1,54 @@
+"""What a result was computed with, and where."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from torchcram import __version__
+
+PACKAGES = ("torch", "torchvision", "transformers", "numpy", "scikit-learn")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of this package, of Python, CUDA and what the numbers depend on."""
+    found = {"torchcram": __version__, "python": platform.python_version()}
+    found.update((package, text) for package in PACKAGES if (text := _version(package)))
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine_name(device: torch.device) -> str:
+    """Returns the name of the GPU, or the model of the CPU, that `device` is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_model() or f"{platform.system()} {platform.machine()}"
+
+
+def _cpu_model() -> str | None:
+    """Returns what Linux calls the first processor."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return models[0] if models else None
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

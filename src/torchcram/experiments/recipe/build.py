@@ -1,0 +1,146 @@
+"""From a recipe to objects: the model, its optimizer, batches, and the weights to compress."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import SGD, AdamW
+
+from torchcram import CrAM, compressible_weights
+from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.recipe.torch_names import make_optimizer
+from torchcram.experiments.seeds import global_seed
+from torchcram.optim.rules import RULES
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram import Weights
+    from torchcram.experiments.recipe.schema import OptimizerConfig, Recipe
+    from torchcram.experiments.tasks import Batches
+
+
+def build_initial_model(
+    recipe: Recipe, *, classes: int, seed: int, pretrained: bool | None = None
+) -> nn.Module:
+    """Returns the model of a recipe; no global random generator is changed.
+
+    Args:
+        recipe: Recipe that names the model.
+        classes: Number of outputs.
+        seed: Seed of the initial weights.
+        pretrained: Whether to load pretrained weights, instead of what the recipe says.
+    """
+    if pretrained is None:
+        pretrained = recipe.model.pretrained
+    with global_seed(seed):
+        model = recipe.build_task().build_model(classes=classes, pretrained=pretrained)
+    if recipe.model.freeze is not None:
+        _freeze_(model, recipe.model.freeze)
+    return model
+
+
+def _freeze_(model: nn.Module, pattern: str) -> None:
+    found = [value for name, value in model.named_parameters() if re.search(pattern, name)]
+    if not found or len(found) == len(list(model.parameters())):
+        which = "all parameters" if found else "no parameter"
+        raise ValueError(f"model.freeze={pattern!r} matches {which} of {type(model).__name__}")
+    for parameter in found:
+        parameter.requires_grad_(False)
+
+
+def build_batches(
+    recipe: Recipe,
+    data: Any,  # noqa: ANN401
+    *,
+    train: bool,
+    device: torch.device,
+    seed: int,
+    ranks: Ranks = SINGLE,
+) -> Batches:
+    """Returns the training batches of a recipe, or the test batches; see `Task.batches`."""
+    return recipe.build_task().batches(
+        data,
+        train=train,
+        batch_size=recipe.train.batch_size,
+        device=device,
+        seed=seed,
+        ranks=ranks,
+    )
+
+
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Moves a model to a device, with the weights of convolutions in channels_last on a GPU."""
+    if device.type == "cuda":
+        return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return model.to(device)
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer:
+    """Returns the optimizer of a recipe: `CrAM` around the base optimizer, or that one bare.
+
+    Args:
+        recipe: whose sections `optimizer` and `cram` count.
+        model: where it is to be trained; on a GPU the base optimizer is a fused one.
+        seed: of the draws of operators.
+    """
+    base = _base(recipe.optimizer, model)
+    cram = recipe.cram
+    if cram is None:
+        return base
+    rule = RULES[cram.rule]
+    return CrAM(
+        model,
+        base,
+        cram.operators,
+        rho=cram.rho,
+        rule=rule,
+        sparse_gradients=cram.sparse_gradients,
+        normalize=cram.normalize,
+        mask_interval=cram.mask_interval,
+        base_step_probability=cram.base_step_probability,
+        weights=trained_weights(recipe, model) if rule.compresses else None,
+        seed=seed,
+    )
+
+
+def trained_weights(recipe: Recipe, model: nn.Module) -> Weights:
+    """Returns the weights that training compresses; all compressible ones where it does not."""
+    cram = recipe.cram
+    if cram is None:
+        return compressible_weights(model)
+    return compressible_weights(model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends)
+
+
+def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
+    """Returns the weights that are compressed after training."""
+    compress = recipe.compress
+    return compressible_weights(model, only=compress.only, dense_ends=compress.dense_ends)
+
+
+def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameters to train")
+    fused = True if parameters[0].is_cuda else None  # None: torch chooses
+    if config.name == "sgd":
+        return SGD(
+            parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            fused=fused,
+        )
+    if config.name == "adamw":
+        return AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    return make_optimizer(
+        config.name,
+        parameters,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        args=config.args or {},
+    )

@@ -1,0 +1,259 @@
+"""What the tasks about texts share: tokenised data, a Transformers model, padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.func import functional_call
+from torch.nn.functional import pad
+
+from torchcram.experiments.data.config import TextConfig
+from torchcram.experiments.data.text.batches import TextBatches, padding
+from torchcram.experiments.data.text.formats import TEXT_FORMATS
+from torchcram.experiments.data.text.loading import load_text
+from torchcram.experiments.io.dataclass_io import require
+from torchcram.experiments.models.text import build_text_model, load_tokenizer
+from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.tasks.base import FinetuneDefaults, Report, Score, Task, autocast
+from torchcram.passes import eval_mode
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from torchcram.experiments.data.text.datasets import Texts, TextSet
+    from torchcram.experiments.data.text.formats import TextFormat
+
+FINETUNE_EPOCHS, FINETUNE_LR = 2, 5e-5
+CLOSE = 1e-3  # scores in float32 differ by less where only the padding does
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """A task about texts.
+
+    Attributes:
+        text: Section `text` of the recipe.
+    """
+
+    text: TextConfig
+
+    unit: ClassVar[str] = "sequences"
+    is_transformers: ClassVar[bool] = True
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric that counts, by the format of the dataset."""
+        return TEXT_FORMATS[self.text.task].metric
+
+    def load(
+        self,
+        folder: Path | None,
+        *,
+        batch_size: int,
+        download: bool = False,  # noqa: ARG002
+        report: Report | None = None,
+    ) -> TextSet:
+        """Loads the texts, tokenised for the model; reports how much padding batches have."""
+        if folder is None:
+            raise ValueError(f"data set {self.data.name!r} needs the folder that the data lies in")
+        data = load_text(
+            self.data.name,
+            folder,
+            task=self.text.task,
+            length=self.text.length,
+            stride=self.text.stride,
+            tokenizer=partial(load_tokenizer, self.model.name),
+            report=report,
+        )
+        if report is not None:
+            share = padding(data.train, batch_size)
+            report(f"{data.name}: {100 * share:.1f} % of the tokens in training batches is padding")
+        return data
+
+    def batches(
+        self,
+        data: TextSet,
+        *,
+        train: bool,
+        batch_size: int,
+        device: torch.device,
+        seed: int,
+        ranks: Ranks = SINGLE,
+    ) -> TextBatches:
+        """Returns batches of sequences of about one length."""
+        return TextBatches(
+            data.train if train else data.test,
+            batch_size=batch_size,
+            device=device,
+            seed=seed,
+            train=train,
+            shard=ranks.shard,
+        )
+
+    def build_model(self, *, classes: int, pretrained: bool) -> nn.Module:  # noqa: ARG002
+        """Returns a model of Transformers with a head for the task."""
+        return build_text_model(self.model.name, self.text.task, pretrained=pretrained)
+
+    def check_model(self, model: nn.Module, data: TextSet, *, device: torch.device) -> None:  # noqa: ARG002
+        """Raises ValueError if the model cannot take the texts, or not in padded batches."""
+        check_text_model(model, self.model.name, data)
+
+    def finetuning(self, epochs: int, lr: float) -> FinetuneDefaults:  # noqa: ARG002
+        """Returns how to fine-tune: as the paper does BERT, at most two epochs, stopped early."""
+        return FinetuneDefaults(min(FINETUNE_EPOCHS, epochs), FINETUNE_LR, early_stopping=True)
+
+    def check_recipe(self) -> None:
+        """Refuses settings for images."""
+        data = self.data
+        require(data.augment == "none", "data.augment", data.augment, "none")
+        require(data.image_size is None, "data.image_size", data.image_size, "null")
+
+    def hold_out(self, data: TextSet, fraction: float = 0.1, seed: int = 0) -> TextSet:
+        """Returns the dataset with whole paragraphs of the training split to test on."""
+        return data.hold_out(fraction, seed)
+
+    def divide_epochs(self, data: TextSet, parts: int) -> TextSet:
+        """Returns the dataset with training epochs divided into parts."""
+        return data.in_parts(parts)
+
+    def require_transfer(self) -> None:
+        """Refuses: the head of a language model belongs to its task."""
+        raise ValueError("language models are not transferred yet; allowed: recipes about images")
+
+    def require_same_data(self, tasks: Sequence[Task]) -> None:
+        """Raises ValueError if texts would have to be tokenised for more than one model."""
+        models = sorted({task.model.name for task in tasks})
+        if len(models) > 1:
+            raise ValueError(
+                f"the texts are tokenised for one model, and there are {', '.join(models)}"
+            )
+
+    def count_test(self, data: TextSet) -> str:
+        """Returns the number of questions or sentences in the test split, in words."""
+        return f"{data.test.count} test {data.format.unit}"
+
+    def require_size(self, data: TextSet, size: int) -> None:
+        """Raises ValueError unless the test split has `size` sequences."""
+        if not 1 <= size <= len(data.test):
+            raise ValueError(
+                f"batch {size}: {data.name!r} has 1 to {len(data.test)} test {self.unit}"
+            )
+
+    def example(self, data: TextSet, size: int) -> Tensor:
+        """Returns test sequences of medium length, padded to the longest of them."""
+        self.require_size(data, size)
+        lengths = data.test.lengths
+        order = lengths.argsort(stable=True)
+        begin = (len(order) - size) // 2
+        chosen = order[begin : begin + size]
+        batches = TextBatches(data.test, batch_size=size, device="cpu", seed=0, train=False)
+        return batches.at(chosen, int(lengths[chosen].max()))[0]
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+        """Writes the model and its tokenizer as `from_pretrained` of Transformers loads them."""
+        inner: Any = model.model
+        inner.save_pretrained(folder)
+        load_tokenizer(self.model.name).save_pretrained(folder)
+
+    def dynamic_dims(self) -> list[dict[int, Any]]:
+        """Returns the number of tokens as a dimension that varies."""
+        return [{2: torch.export.Dim("tokens", max=self.text.length)}]
+
+
+def outputs_of(
+    model: nn.Module, batches: TextBatches, device: torch.device, precision: str
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the indices of the sequences of each batch, their inputs and the model's outputs."""
+    batches.start_epoch(0)
+    for number in range(len(batches)):
+        inputs, _ = batches.batch(number)
+        with autocast(device, precision):
+            scores = model(inputs)
+        yield batches.places(number), inputs, scores
+
+
+def named_score(values: dict[str, float], kind: TextFormat) -> Score:
+    """Returns metrics as the score of a format; a negative correlation counts as 0."""
+    others = {name: values[name] for name in kind.others}
+    value = values[kind.metric]
+    if value < 0:  # worse than chance is as bad as chance
+        others[kind.metric], value = value, 0.0
+    return Score(value, kind.metric, others or None)
+
+
+@torch.no_grad()
+def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
+    """Raises ValueError if a model cannot take texts, or cannot take them in padded batches.
+
+    It is run on two of the texts, on the CPU wherever it is: on a GPU an embedding that is not
+    there would end the process. Its mode and the random numbers stay as they were.
+
+    Args:
+        model: that is called with (n, 2, t) tokens and kinds.
+        name: of it, for messages.
+        data: the texts.
+    """
+    longest = max(int(split.lengths.max()) for split in (data.train, data.test))
+    highest = max(int(split.tokens.max()) for split in (data.train, data.test))
+    config = getattr(getattr(model, "model", None), "config", None)
+    for key, needed in (("max_position_embeddings", longest), ("vocab_size", highest + 1)):
+        known = getattr(config, key, None)
+        if known is not None and 0 <= known < needed:  # XLNet says -1, there is no limit
+            raise ValueError(
+                f"model {name!r} does not take the texts of {data.name!r}: its {key} "
+                f"is {known}, needed is {needed}"
+            )
+    alone, batch = _short_and_long(data)
+    try:
+        expected, scores = _scores(model, alone, batch)
+    except Exception as error:  # whatever the code of a model raises
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"model {name!r} does not take the texts of {data.name!r}, of up to {longest} tokens: "
+            f"{said}"
+        ) from error
+    wanted = (2, longest, 2) if data.format.sentences is None else (2, len(data.classes))
+    if tuple(scores.shape) != wanted:
+        raise ValueError(
+            f"model {name!r} has no head for {data.kind}: its scores are of shape "
+            f"{tuple(scores.shape)}, needed is {wanted}"
+        )
+    padded = scores[:1] if data.format.sentences is not None else scores[:1, : alone.shape[-1]]
+    if not torch.allclose(padded, expected, rtol=0, atol=CLOSE, equal_nan=True):
+        apart = float((padded - expected).abs().max())
+        raise ValueError(
+            f"model {name!r} does not take the texts of {data.name!r} in batches: its scores "
+            f"depend on padding, they differ by {apart:.2g}; at most {CLOSE:g} is allowed"
+        )
+
+
+def _short_and_long(data: TextSet) -> tuple[Tensor, Tensor]:
+    """Returns the shortest text alone, and padded in a batch with the longest."""
+    splits = (data.train, data.test)
+    short = min(splits, key=lambda split: int(split.lengths.min()))
+    long = max(splits, key=lambda split: int(split.lengths.max()))
+    alone = _one(short, int(short.lengths.argmin()))
+    other = _one(long, int(long.lengths.argmax()))
+    padded = pad(alone, (0, other.shape[-1] - alone.shape[-1]))
+    return alone, torch.cat((padded, other))
+
+
+def _one(texts: Texts, place: int) -> Tensor:
+    """Returns one text as a batch, (1, 2, t)."""
+    end = int(texts.ends[place])
+    part = slice(end - int(texts.lengths[place]), end)
+    return torch.stack((texts.tokens[part], texts.kinds[part].int())).unsqueeze(0)
+
+
+def _scores(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """Returns the scores of a model in eval mode, with copies of its weights on the CPU."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    here = {name: value.cpu() for name, value in named}
+    with eval_mode(model), torch.random.fork_rng(devices=[]):
+        return [functional_call(model, here, (one,)) for one in inputs]
