@@ -4,17 +4,14 @@ import pytest
 import torch
 from runs import CPU
 
-from torchcram import masks_of
+from torchcram import compress, masks_of
 from torchcram.experiments.bench.candidates import (
     candidates_of_run,
     known_accuracies,
-    one_shot_model,
-    read_targets,
 )
-from torchcram.experiments.evaluation.compressed_models import one_shot
+from torchcram.experiments.evaluation.compressed_models import one_shot, read_targets
 from torchcram.experiments.io.weights import load_model_
 from torchcram.experiments.results_store import outcome
-from torchcram.pruners import parse_pruner
 
 TARGETS = ["global:0.9", "nm:2:4", "global:0.8+int4", "wanda@uniform:0.5"]
 
@@ -39,7 +36,7 @@ def test_models_and_accuracies_are_those_of_one_shot(trained, data, tmp_path):
     assert [candidate.accuracy for candidate in found] == [target.after for target in expected]
     assert [candidate.sparsity for candidate in found] == [target.sparsity for target in expected]
     for candidate in found:
-        other = one_shot_model(one, parse_pruner("int8"), data, device=CPU)
+        other = compress(one.model, "int8")
         load_model_(other, tmp_path / "small" / f"{candidate.target.replace(':', '-')}.safetensors")
         mine = candidate.model.state_dict()
         assert all(torch.equal(mine[name], value) for name, value in other.state_dict().items())

@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchcram import artifact, compress, sparsity
+from torchcram import artifact, sparsity
 from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.evaluation.compressed_models import (
-    looks_at_data,
-    pruned,
-    score_on_test,
-    tune_,
-)
+from torchcram.experiments.evaluation.compressed_models import compressed_models, read_targets
 from torchcram.experiments.evaluation.results import read_result
-from torchcram.experiments.io.dataclass_io import plain
-from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.recipe import Recipe
 from torchcram.experiments.recipe.build import build_initial_model, target_weights
-from torchcram.experiments.results_store import RESULT
-from torchcram.experiments.training.run_folder import DataInfo
+from torchcram.experiments.results_store import RESULT, require_same_data
 from torchcram.experiments.training.trainer import Trained, load_trained
 from torchcram.pruners import parse_pruner
 
@@ -66,23 +58,6 @@ class Candidate:
         return sparsity(self.weights)
 
 
-def read_targets(targets: Sequence[str]) -> dict[str, Operator]:
-    """Returns operators by their texts.
-
-    Raises:
-        ValueError: If a target cannot be parsed, is a range or is given twice.
-    """
-    operators: dict[str, Operator] = {}
-    for text in targets:
-        operator = parse_pruner(text)
-        if operator.is_range:
-            raise ValueError(f"target {text!r} is a range; a target is one operator")
-        if str(operator) in operators:
-            raise ValueError(f"target {str(operator)!r} comes twice")
-        operators[str(operator)] = operator
-    return operators
-
-
 def candidates_of_run(
     trained: Trained,
     data: Dataset,
@@ -106,28 +81,27 @@ def candidates_of_run(
     dense = copy.deepcopy(trained.model).to(CPU, memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
     accuracy = None if known is None else trained.finished.accuracy
     yield Candidate(DENSE, dense, None, target_weights(recipe, dense), accuracy)
-    for target, operator in read_targets(targets).items():
+    models = compressed_models(
+        trained.model,
+        recipe,
+        data,
+        targets,
+        device=device,
+        seed=trained.info.seed,
+        score_before=False,
+        score_after=lambda target: known is not None and target not in known,
+    )
+    for target in map(str, read_targets(targets)):
         report(f"compressing to {target}")
-        small = one_shot_model(trained, operator, data, device=device)
-        accuracy = None if known is None else known.get(target)
-        if known is not None and accuracy is None:
+        if known is not None and target not in known:
             report(f"testing {target}")
-            accuracy = score_on_test(small, recipe, data, device=device).value
-        small = small.to(CPU, memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
-        yield Candidate(target, small, operator, target_weights(recipe, small), accuracy)
-
-
-def one_shot_model(
-    trained: Trained, operator: Operator, data: Dataset, *, device: torch.device
-) -> nn.Module:
-    """Returns a compressed copy of a trained model, as `one_shot` measures it."""
-    recipe, seed = trained.recipe, trained.info.seed
-    if looks_at_data(operator):
-        small, _ = pruned(trained.model, operator, recipe, data=data, device=device, seed=seed)
-    else:
-        small = compress(trained.model, operator, weights=target_weights(recipe, trained.model))
-    tune_(small, recipe, data, device=device, seed=seed)
-    return small
+        compressed = next(models)
+        accuracy = None if known is None else known.get(target)
+        if compressed.after:
+            accuracy = compressed.after[0].value
+        small = compressed.model.to(CPU, memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
+        weights = target_weights(recipe, small)
+        yield Candidate(target, small, compressed.operator, weights, accuracy)
 
 
 def known_accuracies(folder: Path, trained: Trained) -> dict[str, float]:
@@ -175,7 +149,7 @@ class RunSource:
     ) -> Iterator[Candidate]:
         """Yields the trained model, and compressed copies of it."""
         trained = load_trained(self.folder, device)
-        _require_data(trained, data)
+        require_same_data(trained, data)
         known = known_accuracies(self.folder, trained) if accuracy else None
         yield from candidates_of_run(
             trained, data, self.targets, device=device, known=known, report=report
@@ -244,12 +218,6 @@ def open_source(path: Path, targets: Sequence[str]) -> Source:
     if not isinstance(recipe_in_file, dict):
         raise ValueError(f"{path} has no recipe in it, as files of `torchcram export` have")
     return FileSource(path, Recipe.from_dict(recipe_in_file, str(path)), manifest)
-
-
-def _require_data(trained: Trained, data: Dataset) -> None:
-    info = trained.info
-    if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
-        raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")
 
 
 def _fraction(metrics: Any, key: str) -> float | None:  # noqa: ANN401
