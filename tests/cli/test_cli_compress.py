@@ -124,7 +124,7 @@ def test_data_can_be_downloaded(what, run, monkeypatch):
     def load(_recipe, _folder, *, download, **_):
         raise ValueError(f"download={download}")
 
-    monkeypatch.setattr("torchcram.experiments.data.images.load_data", load)
+    monkeypatch.setattr("torchcram.experiments.tasks.images.load_data", load)
     assert "download=False" in fail(what, run)
     assert "download=True" in fail(what, run, "--download")
 

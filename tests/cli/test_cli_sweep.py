@@ -42,7 +42,7 @@ def test_the_better_of_two_is_found_and_said_how_to_train():
 def test_a_finished_sweep_trains_nothing_again(monkeypatch):
     line = ["sweep", CRAM, "--grid", "cram.rho=0.05,0.1", "--epochs", 1, *ONE, "--out", "tried"]
     one = succeed(*line)
-    monkeypatch.setattr("torchcram.experiments.training.trainer.Run.finish", None)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.Trainer.fit", None)
     monkeypatch.setattr("torchcram.experiments.results_store.one_shot", None)
     assert succeed(*line).stdout == one.stdout
 

@@ -46,7 +46,7 @@ def test_a_finished_run_only_shows_its_table(monkeypatch):
         raise AssertionError("nothing is to be computed")
 
     monkeypatch.setattr("torchcram.experiments.results_store.one_shot", no_work)
-    monkeypatch.setattr("torchcram.experiments.training.trainer.Run.finish", no_work)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.Trainer.fit", no_work)
     again = succeed("train", SGD, "--epochs", 1, *ONE)
     assert again.stdout == one.stdout
     assert again.stderr == ""
@@ -55,7 +55,7 @@ def test_a_finished_run_only_shows_its_table(monkeypatch):
 
 def test_other_targets_are_measured_without_training_again(monkeypatch):
     succeed("train", SGD, "--epochs", 1, *ONE)
-    monkeypatch.setattr("torchcram.experiments.training.trainer.Run.finish", None)
+    monkeypatch.setattr("torchcram.experiments.training.trainer.Trainer.fit", None)
     done = succeed("train", SGD, "--epochs", 1, "--set", "compress.to=[int4]")
     assert "│ int4 " in done.stdout
     assert "global:0.9" not in done.stdout
@@ -171,7 +171,7 @@ def test_json_progress_is_all_that_standard_output_has():
 
 
 def test_eager_steps_are_asked_for(monkeypatch):
-    def no_fast(*_, compiled):
+    def no_fast(*_, compiled, **__):
         raise AssertionError(f"--eager was given, compiled={compiled}")
 
     monkeypatch.setattr("torchcram.experiments.training.cuda_graph_steps.make_step", no_fast)
