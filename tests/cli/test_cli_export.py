@@ -87,7 +87,7 @@ def test_onnx_files(run):
     ("options", "name"),
     [
         ([], "global-0.9.torchcram.safetensors"),
-        (["--values", "fp16"], ""),
+        (["--values", "fp16"], "global-0.9.torchcram.safetensors"),
         (["--format", "safetensors"], "global-0.9.safetensors"),
         (["--format", "onnx"], "global-0.9.onnx"),
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import artifact
-from torchcram.artifact.writer import find_tables, round_tables
+from torchcram.artifact.writer import find_tables, round_as_saved_, round_tables
 from torchcram.experiments.evaluation.compressed_models import compressed_models, score_on_test
 from torchcram.experiments.io.files import (
     folder_written_aside,
@@ -22,7 +22,6 @@ from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.experiments.recipe.overrides import with_targets
 from torchcram.experiments.results_store import as_result, require_same_data
-from torchcram.files import temporary_folder
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
@@ -124,7 +123,10 @@ def export(
         All that was measured, and what was written.
     """
     check_export(trained, kind, values, embeddings)
-    rounding = {"values": None if values is None else VALUES[values], "embeddings": embeddings}
+    rounding: dict[str, Any] = {
+        "values": None if values is None else VALUES[values],
+        "embeddings": embeddings,
+    }
     trained = replace(trained, recipe=with_targets(trained.recipe, targets))
     remove_leftovers(to)
     written: list[Exported] = []
@@ -135,9 +137,9 @@ def export(
     ):
         target = small.result()
         if values is not None or embeddings is not None:
-            target = _rounded_(
-                small.model, trained, data, target=target, to=to, rounding=rounding, device=device
-            )
+            round_as_saved_(small.model, operator=target.operator, **rounding)
+            score = score_on_test(small.model, trained.recipe, data, device=device)
+            target = replace(target, after=score.value, others=score.others)
         path = to / f"{slug(target.operator)}{ENDINGS[kind]}"
         with naming_errors(path):
             _write(
@@ -147,24 +149,6 @@ def export(
         if progress is not None:
             progress(target)
     return as_result(trained, [exported.target for exported in written]), written
-
-
-def _rounded_(
-    model: nn.Module,
-    trained: Trained,
-    data: Dataset,
-    *,
-    target: TargetResult,
-    to: Path,
-    rounding: dict[str, Any],
-    device: torch.device,
-) -> TargetResult:
-    """Makes a model what its file gives back, and tests that."""
-    with temporary_folder(to / "rounded") as aside, naming_errors(to):
-        artifact.save(model, aside / "model", operator=target.operator, **rounding)
-        artifact.load(aside / "model", model)
-    score = score_on_test(model, trained.recipe, data, device=device)
-    return replace(target, after=score.value, others=score.others)
 
 
 def _write(
