@@ -18,7 +18,7 @@ from torchcram.cli import options
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.models import build as models
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.tasks import images
 from torchcram.experiments.training import log as runlog
 from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch
@@ -127,8 +127,8 @@ def trainings(rank, folder):
         kept, make_step = keeping()
         trained = run(folder / "normed", recipe(epochs=2), data, ranks=ranks, make_step=make_step)
         assert_same_on_all_ranks(kept[0].state_dict())
-        found = outcome(folder / "normed", trained, data, device=CPU, ranks=ranks)
-        assert found == outcome(folder / "normed", trained, data, device=CPU, ranks=ranks)
+        found = load_or_measure(folder / "normed", trained, data, device=CPU, ranks=ranks)
+        assert found == load_or_measure(folder / "normed", trained, data, device=CPU, ranks=ranks)
 
         noisy = with_model(recipe(), "random")
         seeds = []
@@ -210,7 +210,9 @@ def test_a_table_is_what_one_process_gives_from_the_same_model(folder, tmp_path)
     shutil.copytree(folder / "normed", tmp_path / "normed")
     trained = load_trained(tmp_path / "normed", CPU)
     with one_thread():
-        alone = outcome(tmp_path / "normed", trained, digits(), device=CPU, file="alone.json")
+        alone = load_or_measure(
+            tmp_path / "normed", trained, digits(), device=CPU, file="alone.json"
+        )
     together = read_result(folder / "normed" / "result.json")
     assert together == alone
     assert together.seeds[0].processes == 2

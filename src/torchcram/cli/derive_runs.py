@@ -13,7 +13,7 @@ from torchcram.cli.options import find_device, load, step_maker
 from torchcram.cli.progress import watching
 from torchcram.cli.tables import derived_table, grid_table, show
 from torchcram.experiments.finetuning import finetune, finetune_grid
-from torchcram.experiments.results_store import add_to_results, check_results, outcome
+from torchcram.experiments.results_store import add_to_results, check_results, load_or_measure
 from torchcram.report.results_table import result_table
 
 if TYPE_CHECKING:
@@ -85,17 +85,17 @@ def train_on(
                 make_step=step_maker(eager),
                 progress=watch.training,
             )
-            best = grid.tried[0]
-            out, derived, chosen = best.folder, best.derived, best.overrides
+            best = grid.trials[0]
+            out, derived, chosen = best.folder, best.finetuned, best.overrides
     if () not in recipes:
         show(grid_table(grid))
     show(derived_table(derived))
-    if not derived.origin.held:  # still dense: it can be compressed to anything
-        found = outcome(out, derived.trained, images, device=where)
+    if not derived.origin.holds_masks:  # still dense: it can be compressed to anything
+        found = load_or_measure(out, derived.trained, images, device=where)
         show(result_table(found))
     typer.echo(f"run: {out}")
     if results is not None:
-        held = derived.origin.held
+        held = derived.origin.holds_masks
         seed_result = derived.as_result() if held else found.seeds[0]
         path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
         typer.echo(f"result: {path}")

@@ -31,7 +31,7 @@ def result_output(path: Path | None) -> Iterator[Write]:
             once, so that a command fails before the work rather than after it.
     """
     from torchcram.experiments.io import json_text
-    from torchcram.experiments.io.files import naming_errors, write_atomically
+    from torchcram.experiments.io.files import name_file_in_errors, write_atomically
 
     def to_file(result: DataclassInstance) -> None:
         if path is not None:
@@ -39,7 +39,7 @@ def result_output(path: Path | None) -> Iterator[Write]:
             typer.echo(f"result: {path}")
 
     def to_output(result: DataclassInstance) -> None:
-        with naming_errors("standard output"):
+        with name_file_in_errors("standard output"):
             typer.echo(json_text.dump(result), file=out, nl=False)
 
     if path != STANDARD_OUTPUT:

@@ -10,7 +10,7 @@ from torchcram.report.summary import counted, percent
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from torchcram.experiments.finetuning import Derived, Grid
+    from torchcram.experiments.finetuning import FineTuned, Grid
     from torchcram.experiments.sweep import Point
 
 
@@ -48,7 +48,7 @@ def names_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
     return table
 
 
-def derived_table(derived: Derived) -> Table:
+def derived_table(derived: FineTuned) -> Table:
     """Returns the way from the finished model to the fine-tuned one."""
     from rich.table import Table
     from rich.text import Text
@@ -65,7 +65,7 @@ def derived_table(derived: Derived) -> Table:
     at_start = (percent(origin.sparsity), percent(origin.model_sparsity))
     if not origin.new_head:
         table.add_row("as it was trained", percent(origin.dense), "", "")
-    if origin.held and origin.before is not None and origin.after is not None:
+    if origin.holds_masks and origin.before is not None and origin.after is not None:
         table.add_row(Text(f"compressed to {origin.at}"), percent(origin.before), *at_start)
         if tuned:
             table.add_row("batch norm tuned", percent(origin.after), *at_start)
@@ -84,7 +84,7 @@ def grid_table(grid: Grid) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    metric = grid.tried[0].derived.trained.recipe.metric
+    metric = grid.trials[0].finetuned.trained.recipe.metric
     table = Table(
         title=f"{metric} in % on what was held out",
         caption="the first was chosen",
@@ -92,7 +92,7 @@ def grid_table(grid: Grid) -> Table:
     table.add_column("settings")
     for column in (metric, "rounds"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in grid.tried:
+    for one in grid.trials:
         table.add_row(Text(" ".join(one.overrides)), percent(one.held_out), str(one.rounds))
     for overrides in grid.failed:
         table.add_row(Text(" ".join(overrides)), "failed", "")

@@ -39,7 +39,7 @@ def train_together(
     jobs = {_job(training, options, str(device)): training for training in trainings}
     environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
     share = device.type == "cuda" and at_once > 1
-    with shared_gpu(_say, wanted=share) as gpu, watching() as watch:
+    with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
         tells = {training.name: watch.training(training.name) for training in trainings}
         if watch.bars:
             for training in trainings:  # those that wait show too

@@ -26,7 +26,7 @@ from torchcram.experiments.machine import versions
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import with_epochs
-from torchcram.experiments.results_store import add_to_results, check_results, outcome
+from torchcram.experiments.results_store import add_to_results, check_results, load_or_measure
 from torchcram.experiments.training.trainer import Start, load_trained, train
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
@@ -169,7 +169,7 @@ def _train(
             ranks=ranks,
         )
         pieces = watch.pieces("compressing", len(recipe.compress.to))
-        result = outcome(folder, trained, data, device=device, progress=pieces, ranks=ranks)
+        result = load_or_measure(folder, trained, data, device=device, progress=pieces, ranks=ranks)
     if options.results is not None and ranks.is_first:
         add_to_results(options.results, recipe, result.seeds[0])
     return result

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.io.files import naming_errors
+from torchcram.experiments.io.files import name_file_in_errors
 from torchcram.files import written_aside
 from torchcram.report.page import demo_page
 from torchcram.report.picture import demo_picture
@@ -49,5 +49,5 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     with ExitStack() as written:
         for name, content in contents.items():
             path = folder / name
-            written.enter_context(naming_errors(path))
+            written.enter_context(name_file_in_errors(path))
             written.enter_context(written_aside(path)).write_bytes(content)

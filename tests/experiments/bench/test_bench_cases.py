@@ -13,7 +13,7 @@ from torchcram.experiments.bench.cases import (
 )
 from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.io.weights import load_model_
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 from torchcram.pruners import parse_pruner
 
 TARGETS = ["global:0.9", "nm:2:4", "global:0.8+int4", "wanda@uniform:0.5"]
@@ -69,7 +69,7 @@ def test_the_trained_model_stays_as_it_is(trained, data):
 def test_accuracies_come_from_the_result_of_the_same_training(trained, data, tmp_path):
     folder, one = trained
     assert known_accuracies(tmp_path, one) == {}
-    result = outcome(tmp_path, one, data, device=CPU)
+    result = load_or_measure(tmp_path, one, data, device=CPU)
     known = known_accuracies(tmp_path, one)
     assert known == {target.operator: target.after for target in result.seeds[0].targets}
     assert set(known) == {"global:0.5", "int4"}
