@@ -183,7 +183,7 @@ def test_another_run_is_an_error_that_names_what_differs(two):
     with pytest.raises(ValueError, match=r"epoch-0002\.pt belongs to another run") as caught:
         load_latest(two, other)
     assert "recipe.cram.rho is 0.1, not 0.2" in str(caught.value)
-    assert "seed is 0, but not given here" in str(caught.value)
+    assert "seed is 0, but not set here" in str(caught.value)
     assert "operators" not in str(caught.value)
 
 
@@ -224,8 +224,8 @@ def test_differences_are_named_by_key():
     assert explain_differences(found, found) == []
     assert explain_differences(found, asked) == [
         "a.b is 1, not 2",
-        "d is None, but not given here",
-        "d.x is not there, but 3 here",
+        "d is None, but not set here",
+        "d.x is not set, but 3 here",
     ]
 
 

@@ -249,7 +249,7 @@ def _small_things(ranks, rank, folder):
             run(folder / name, given, data, ranks=ranks, **others)
         assert not (folder / name / "model.safetensors").exists()
 
-    first = "process 1 is given other work than process 0: "
+    first = "process 1 has other settings than process 0: "
     refused(first + r"recipe.optimizer.lr is 0.3, not 0.2$", recipe(f"optimizer.lr=0.{2 + rank}"))
     refused(first + r"seed is 1, not 0$", recipe(), seed=rank)
     refused(first + r"data.train_images is 300, not 320", recipe(), digits(320 - 20 * rank))

@@ -126,7 +126,7 @@ def test_another_recipe_is_refused_before_and_after(tmp_path):
         lambda: check_results(tmp_path, other, 1),
         lambda: add_to_results(tmp_path, other, seed(1)),
     ):
-        with pytest.raises(ValueError, match=r"seed 1 was trained by another.*compress\.to"):
+        with pytest.raises(ValueError, match=r"seed 1 was trained with another.*compress\.to"):
             refused()
     assert path.read_bytes() == before
     check_results(tmp_path / "none", other, 1)

@@ -431,7 +431,7 @@ def test_targets_and_title_may_change(tmp_path, data):
 @pytest.mark.parametrize("name", ["log.jsonl", "checkpoints", "model.safetensors"])
 def test_a_folder_of_something_else_is_refused(tmp_path, data, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"holds {name} but no run.json"):
+    with pytest.raises(ValueError, match=f"it has {name} but no run.json"):
         run(tmp_path, recipe(), data)
     assert not (tmp_path / "run.json").exists()
 
@@ -547,7 +547,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, data):
 def test_a_model_file_of_another_model_is_refused(tmp_path, data):
     run(tmp_path, recipe(epochs=1), data)
     (tmp_path / "model.safetensors").write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"model\.safetensors is not the model"):
+    with pytest.raises(ValueError, match=r"model\.safetensors does not hold the expected model"):
         load_trained(tmp_path, CPU)
 
 

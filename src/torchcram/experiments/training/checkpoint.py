@@ -135,7 +135,7 @@ _NAME = re.compile(r"epoch-(\d{4,})\.pt")
 def save_checkpoint(
     folder: Path, epoch: int, state: Mapping[str, Any], *, identity: Mapping[str, Any]
 ) -> Path:
-    """Writes `epoch-0012.pt` and removes older checkpoints except the newest of them.
+    """Writes `epoch-0012.pt`; of it and all older checkpoints, the two newest stay.
 
     Args:
         folder: Folder of the checkpoints, which is made if it does not exist.

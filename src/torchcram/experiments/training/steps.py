@@ -1,4 +1,4 @@
-"""Training steps, one kernel at a time; their losses stay on the device."""
+"""Training steps: their interface, the eager implementation and the loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Loss = Callable[[Tensor, Tensor, float], Tensor]
-"""Returns the loss of outputs, labels and label smoothing."""
+"""Function that returns the loss, given outputs, labels and label smoothing."""
 
 
 def cross_entropy(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -94,9 +94,8 @@ class EagerStep:
         self._config = config
         self._teacher = teacher
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
-        self._sums = torch.zeros(
-            4, dtype=torch.float64, device=device
-        )  # losses at w and w~, counts
+        # sums of the losses at w and at w~, and the number of each
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""

@@ -1,4 +1,4 @@
-"""Training by a recipe, which can be stopped at any moment and continued exactly.
+"""Training with a recipe, which can be stopped at any moment and continued exactly.
 
 `train` opens the folder of the run and hands over to a `Trainer`: from the latest checkpoint,
 epoch by epoch, to the end. A step is `Step.run`, which calls `CrAM.step` (optim/cram.py).
@@ -74,12 +74,12 @@ if TYPE_CHECKING:
     from torchcram.experiments.recipe.schema import Recipe
 
 Progress = Callable[[float, int, "EpochRecord | None"], None]
-"""Called with the epochs done, fractions too, all epochs, and the record of the one just done."""
+"""Function of the epochs done, also fractions, of all epochs, and of the last epoch's record."""
 
 CPU = torch.device("cpu")
 OFTEN = 0.2  # least number of seconds between two calls of progress within an epoch
 PATIENCE = 15.0  # seconds; workers that decode images notice after 5 that they are orphans
-BEST = "best-{:04d}.safetensors"  # the model after so many rounds of early stopping
+BEST = "best-{:04d}.safetensors"  # best model of early stopping, with its round
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class Trained:
     """A finished training.
 
     Attributes:
-        recipe: Recipe that it was trained by.
+        recipe: Recipe that it was trained with.
         info: Contents of `run.json`.
         finished: Score and time.
         model: Trained, dense model.
@@ -147,7 +147,7 @@ def train(
     one, may continue the run.
 
     Args:
-        recipe: Recipe to train by.
+        recipe: Recipe to train with.
         folder: Folder of the run, as described in run_folder.py.
         data: Dataset to train and test on.
         seed: Seed of the initial weights, the batches and the choice of operators.
@@ -221,7 +221,7 @@ class Trainer:
     """A training that continues from its latest checkpoint.
 
     Args:
-        recipe: Recipe to train by.
+        recipe: Recipe to train with.
         folder: Folder of the run.
         info: Description of the run that the folder holds.
         data: Dataset to train and test on.
@@ -511,7 +511,7 @@ class _ToTheEnd:
         self._last: EpochRecord | None = None
 
     def begin(self, trainer: Trainer) -> tuple[Recipe, Any]:
-        """Returns the recipe to take epochs by, and the dataset."""
+        """Returns the recipe and the dataset of the epochs."""
         self._epochs = trainer.recipe.train.epochs
         return trainer.recipe, trainer.data
 
@@ -537,9 +537,7 @@ class _ToTheEnd:
     def finish(self, epochs: _Epochs) -> Score:
         """Returns the score of the model."""
         last = self._last
-        if (
-            last is None or last.accuracy is None
-        ):  # the process was killed after the last checkpoint
+        if last is None or last.accuracy is None:  # it was killed after the last checkpoint
             return epochs.score()
         return Score(last.accuracy, last.metric, last.others)
 
