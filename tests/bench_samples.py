@@ -1,6 +1,6 @@
 """Benchmarks that the tests of their files, tables and pages share."""
 
-from torchcram.experiments.bench.record import Bench, Setting, Subject, Times, Timing
+from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Times, Timing
 
 VERSIONS = {"torch": "9.8.7", "torchcram": "<6.5.4>"}
 
@@ -9,9 +9,9 @@ def times(median, spread=0.1, rounds=9):
     return Times(median, median * (1 - spread), median * (1 + spread), rounds)
 
 
-def subject(target, accuracy, compact, **others):
+def model_record(target, accuracy, compact, **others):
     values = {"sparsity": 0.0 if target == "dense" else 0.9, "plain_bytes": 40_000_000, **others}
-    return Subject(target=target, accuracy=accuracy, compact_bytes=compact, **values)
+    return ModelRecord(target=target, accuracy=accuracy, compact_bytes=compact, **values)
 
 
 def bench(**changes):
@@ -45,9 +45,9 @@ def bench(**changes):
         "versions": VERSIONS,
         "settings": (Setting(1, 2, (1, 3, 32, 32)), Setting(16, 2, (16, 3, 32, 32))),
         "subjects": (
-            subject("dense", 0.90, 40_100_000, onnx_bytes=40_000_500),
-            subject("global:0.9", 0.89, 5_000_000, onnx_bytes=40_000_600),
-            subject("int4", 0.88, 5_500_000),
+            model_record("dense", 0.90, 40_100_000, onnx_bytes=40_000_500),
+            model_record("global:0.9", 0.89, 5_000_000, onnx_bytes=40_000_600),
+            model_record("int4", 0.88, 5_500_000),
         ),
         "timings": tuple(timings),
     }

@@ -7,28 +7,39 @@ from typer.testing import CliRunner
 
 import torchcram
 from torchcram.cli import app
-from torchcram.experiments.demo_result import DemoSettings
+from torchcram.experiments.demo import CRAM, SGD
+from torchcram.experiments.recipe import load_recipe
 
 
 def torchcram_cli(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+def tables(done):
+    return done.stdout.split("┏")[1:]
+
+
 def test_demo_prints_the_table_and_writes_the_files(tmp_path):
     out = tmp_path / "results"
     done = torchcram_cli("demo", "--epochs", 1, "--seed", 5, "--out", out)
     assert done.exit_code == 0, done.output
-    assert all(f"│ {target} " in done.stdout for target in DemoSettings().targets)
+    for name, title in ((SGD, "SGD"), (CRAM, "CrAM+-Multi")):
+        assert all(
+            done.stdout.count(f"│ {target} ") == 2 for target in load_recipe(name).compress.to
+        )
+        assert title in done.stdout
     assert max(map(len, done.stdout.split("SGD: ")[0].splitlines())) <= 80
-    assert done.stderr.splitlines() == [
-        "training by SGD, epochs: 2",
-        "training by CrAM+, epochs: 1",
-    ]
-    for name in ("picture.png", "page.html", "result.json"):
+    assert {"SGD: 2 epochs", "CrAM+-Multi: 1 epoch"} <= set(done.stderr.splitlines())
+    for name in ("picture.png", "page.html", "table.md"):
         assert (out / name).stat().st_size > 0
         assert str(out / name) in done.stdout
-    found = json.loads((out / "result.json").read_text())
-    assert (found["settings"]["epochs"], found["settings"]["seed"]) == (1, 5)
+    for name in ("sgd-2-epochs-seed5", "cram-plus-multi-1-epochs-seed5"):
+        assert f"run: {out / name}\n" in done.stdout
+        (found,) = json.loads((out / name / "result.json").read_text())["seeds"]
+        assert found["seed"] == 5
+    again = torchcram_cli("demo", "--epochs", 1, "--seed", 5, "--out", out)
+    assert tables(again)[0] == tables(done)[0]  # not the times of the second
+    assert "epoch 1" not in again.stderr  # both are finished
 
 
 @pytest.mark.parametrize("epochs", ["0", "-3", "many"])
@@ -51,10 +62,10 @@ def test_a_file_in_the_way_is_refused_before_the_training(tmp_path):
 
 
 def test_the_table_is_there_even_if_writing_fails(tmp_path, monkeypatch):
-    def full_disk(_result, _folder):
+    def full_disk(_runs, _folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchcram.report.files.write_demo", full_disk)
+    monkeypatch.setattr("torchcram.report.demo.write_demo", full_disk)
     done = torchcram_cli("demo", "--epochs", 1, "--out", tmp_path)
     assert done.exit_code == 1
     assert "│ global:0.95 " in done.stdout
@@ -66,7 +77,7 @@ def test_the_table_is_there_even_if_writing_fails(tmp_path, monkeypatch):
     [("sklearn", "sklearn"), ("jinja2", "jinja2"), ("matplotlib.figure", "matplotlib")],
 )
 def test_a_missing_extra_is_named_in_one_line(module, named, tmp_path, monkeypatch):
-    for name in ("files", "page", "picture", "template"):
+    for name in ("demo", "runs"):
         monkeypatch.delitem(sys.modules, f"torchcram.report.{name}", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     done = torchcram_cli("demo", "--out", tmp_path / "out")
@@ -77,7 +88,7 @@ def test_a_missing_extra_is_named_in_one_line(module, named, tmp_path, monkeypat
 
 
 def test_other_import_errors_are_not_hidden(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torchcram.report.table", None)
+    monkeypatch.setitem(sys.modules, "torchcram.report.demo", None)
     assert isinstance(torchcram_cli("demo", "--out", tmp_path).exception, ImportError)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from torchcram.experiments.evaluation.results import read_results
-from torchcram.report.marked import marked, stale
-from torchcram.report.results_table import TRAINED_ON
+from torchcram.report.markdown_tables import TRAINED_ON, marked, stale
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md"]

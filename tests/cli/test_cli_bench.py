@@ -96,7 +96,7 @@ def test_bad_options_leave_nothing(run, arguments, said):
 
 
 def test_what_is_neither_run_nor_file_is_named(run):
-    assert "nowhere is neither the folder of a run nor a compact file" in fail("bench", "nowhere")
+    assert "nowhere is neither a run folder nor a compact file" in fail("bench", "nowhere")
     line = fail("bench", run / "model.safetensors")
     assert "model.safetensors: it is no compact file" in line
     assert "not the folder of a run" in fail("bench", run.parent)
@@ -104,7 +104,7 @@ def test_what_is_neither_run_nor_file_is_named(run):
 
 def test_a_file_has_its_target_and_needs_its_recipe(run):
     artifact.save({"a": torch.ones(2, 2)}, "bare.safetensors")
-    assert "does not say what recipe it is of" in fail("bench", "bare.safetensors")
+    assert "has no recipe in it" in fail("bench", "bare.safetensors")
     assert "is compressed already" in fail("bench", "bare.safetensors", "--to", "int4")
     assert run.exists()
 

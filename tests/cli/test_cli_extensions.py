@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 from commands import SGD, fail, succeed
 from packages import install, install_blocks
@@ -11,6 +12,8 @@ from test_docs import ROOT, blocks
 
 from torchcram import artifact
 from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.tasks import TASKS, ImageClassification, register_task
+from torchcram.experiments.training.log import read_log
 
 
 def test_a_packages_operators_train_compress_and_export(tmp_path, monkeypatch):
@@ -99,10 +102,14 @@ def test_a_packages_model_goes_through_every_command(tmp_path, monkeypatch, name
     assert "its model.args is {'width': 4}, that of digits/blocks-net/sgd is {'width': 5}" in line
 
 
+def yaml_blocks(page):
+    return re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+
+
 def test_the_model_and_the_recipe_of_the_guide_train():
     (code,) = [block for block in blocks(ROOT / "CONTRIBUTING.md") if "def mlp" in block]
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    recipe = "".join(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    recipe = "".join(found for found in yaml_blocks(page) if "task:" not in found)
     Path("nets.py").write_text(code)
     Path("mine.yaml").write_text(recipe)
     succeed("train", "mine.yaml", "--epochs", 1, "--set", "compress.to=[global:0.5]")
@@ -111,3 +118,81 @@ def test_the_model_and_the_recipe_of_the_guide_train():
     said = read_result(run / "result.json").recipe
     assert said["model"]["args"] == {"width": 128}
     assert (said["optimizer"]["name"], said["schedule"]["name"]) == ("RMSprop", "StepLR")
+
+
+TABLE_RECIPE = """
+name: flowers/mlp/cram
+title: CrAM+ on a table
+model: {name: "nets:mlp"}
+train: {epochs: 3, batch_size: 32, precision: fp32}
+optimizer: {lr: 0.05}
+schedule: {warmup_epochs: 0}
+cram: {operators: ["global:0.5"]}
+compress: {to: ["global:0.5", int8], watch: "global:0.5"}
+"""
+NETS = """
+from torch import nn
+
+
+def mlp(num_classes):
+    return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, num_classes))
+"""
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Installs the task of the guide; returns a recipe for it."""
+    monkeypatch.setattr(TASKS, "kinds", dict(TASKS.kinds))
+    (code,) = [block for block in blocks(ROOT / "CONTRIBUTING.md") if "class Table" in block]
+    points = "[torchcram.tasks]\ntable = tables\n"
+    install(tmp_path / "packages", monkeypatch, entry_points=points, tables=code, nets=NETS)
+    generator = numpy.random.default_rng(0)
+    labels = generator.integers(0, 3, 400)
+    rows = numpy.eye(3)[labels][:, :2] * 4 + generator.normal(size=(400, 2))
+    Path("data").mkdir()
+    numpy.savetxt("data/flowers.csv", numpy.column_stack([rows, labels]), delimiter=",")
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (section,) = [block for block in yaml_blocks(page) if "task:" in block]
+    Path("mine.yaml").write_text(section + TABLE_RECIPE)
+    return "mine.yaml"
+
+
+def test_a_packages_task_goes_through_every_command(table):
+    succeed("train", table, "--out", "run")
+    result = read_result("run/result.json")
+    assert result.recipe["task"] == {"name": "table", "args": {"every": 4}}
+    assert result.seeds[0].dense > 0.8
+    assert [record.unit for record in read_log(Path("run"))] == ["rows"] * 3
+    assert all(record.compressed_accuracy > 0.5 for record in read_log(Path("run")))
+    before = Path("run", "model.safetensors").read_bytes()
+    succeed("train", table, "--out", "again")
+    assert Path("again", "model.safetensors").read_bytes() == before
+
+    assert "on the 100 test rows of flowers" in succeed("evaluate", "run").stdout
+    succeed("compress", "run", "--to", "obs:m4@global:0.5", "--json", "found.json")
+    succeed("export", "run", "--to", "global:0.5", "--out", "files")
+    (path,) = Path("files").iterdir()
+    assert "accuracy" in succeed("evaluate", "run", "--model", path).stdout
+    succeed("bench", "run", "--to", "global:0.5", "--batch", 8, "--rounds", 1, "--engines", "torch")
+    succeed("finetune", "run", "--at", "global:0.5", "--epochs", 1, "--out", "tuned")
+    succeed("sweep", table, "--grid", "cram.rho=0,0.05", "--epochs", 1, "--out", "swept")
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["task.name=tables"], "task.name is 'tables' (did you mean 'table'?); allowed: table"),
+        (["text={task: sst2}"], "text is 'given'; allowed: null, as there is a section task"),
+        (["train.early_stopping={}"], "train.early_stopping is for texts; allowed for rows: null"),
+    ],
+)
+def test_what_does_not_go_with_a_task_is_refused(table, sets, message):
+    options = [word for text in sets for word in ("--set", text)]
+    assert message in fail("train", table, *options, code=1)
+
+
+def test_a_task_is_registered_once_and_by_a_task():
+    with pytest.raises(ValueError, match="is no subclass of Task"):
+        register_task("mine")(dict)
+    with pytest.raises(ValueError, match="'texts' is taken by torchcram itself"):
+        register_task("texts")(ImageClassification)

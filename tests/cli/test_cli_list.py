@@ -70,7 +70,7 @@ def test_other_lists_are_filtered_too():
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_filter_that_nothing_matches_is_an_error(options):
-    said = "error: none of the recipes has 'resnet21' in its name"
+    said = "error: no recipes with 'resnet21' in their names"
     assert fail("list", "recipes", "resnet21", *options, code=1) == said
 
 

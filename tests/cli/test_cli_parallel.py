@@ -37,7 +37,7 @@ def test_a_failure_is_told_and_the_others_are_shown(monkeypatch):
         return [Failure(jobs[1], 3, ("before", "error: it is broken"))]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("torchcram.cli.train_parallel.run_jobs", only_the_first)
+    monkeypatch.setattr("torchcram.cli.train_runs.run_jobs", only_the_first)
     done = command(*LINE, "--epochs", 1, "--seed", 0, "--seed", 1, "--jobs", 1)
     assert done.exit_code == 1
     assert done.stderr == (
@@ -54,7 +54,7 @@ def test_every_option_reaches_the_processes(monkeypatch, run):
         heard.update((job.name, job.command) for job in jobs)
         return [Failure(job, 1, ()) for job in jobs]
 
-    monkeypatch.setattr("torchcram.cli.train_parallel.run_jobs", listen)
+    monkeypatch.setattr("torchcram.cli.train_runs.run_jobs", listen)
     command(
         *(*LINE, CRAM, "--seed", 3, "--epochs", 2, "--data", "there", "--out", "all", "--eager"),
         *("--eval-interval", 5, "--from", run),

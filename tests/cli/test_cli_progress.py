@@ -6,8 +6,8 @@ import pytest
 import rich.console
 from rich.table import Table
 
-from torchcram.cli.progress import Style, hear, watching
-from torchcram.cli.tables import show
+from torchcram.cli.output import show
+from torchcram.cli.progress import Style, forward, watching
 from torchcram.experiments.training.log import EpochRecord
 
 RECORD = EpochRecord(
@@ -50,7 +50,7 @@ def test_what_one_process_says_another_hears(capsys):
         tell(1, 2, RECORD)
     heard = []
     for line in capsys.readouterr().out.splitlines():
-        hear(lambda *news: heard.append(news), line)
+        forward(line, lambda *news: heard.append(news))
     assert heard == [(0, 2, None), (0.5, 2, None), (1, 2, RECORD)]
 
 
@@ -67,7 +67,7 @@ def test_what_one_process_says_another_hears(capsys):
     ],
 )
 def test_other_lines_are_passed_over(line):
-    hear(lambda *_: pytest.fail("was told"), line)
+    forward(line, lambda *_: pytest.fail("was told"))
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ def test_the_page_of_a_folder_of_results():
 
 def test_what_a_page_cannot_be_made_of_is_named(run):
     (run / "result.json").unlink()
-    assert f"train it to its end, or `torchcram compress {run}`" in fail("report", run)
+    assert f"finish its training, or run `torchcram compress {run}`" in fail("report", run)
     Path("empty").mkdir()
-    assert "empty is neither the folder of a run nor one of results" in fail("report", "empty")
+    assert "empty is neither a run folder nor a folder of results" in fail("report", "empty")
     assert "missing.json" in fail("report", "missing.json")
     Path("bad.json").write_text("{}")
     assert "bad.json: task is missing" in fail("report", "bad.json")
@@ -92,12 +92,12 @@ def test_what_to_update_names_the_results_too():
 
 
 def test_bad_input_is_a_line():
-    assert "FILE goes with --write or --check" in fail("results", "README.md")
-    assert "do not go together" in fail("results", "--check", "--write")
-    assert "there is no folder none" in fail("results", "--results", "none")
-    assert "there is none of README.md, docs/results.md here" in fail("results", "--check")
+    assert "FILE needs --write or --check" in fail("results", "README.md")
+    assert "exclude each other" in fail("results", "--check", "--write")
+    assert "none: no such folder" in fail("results", "--results", "none")
+    assert "none of README.md, docs/results.md exists here" in fail("results", "--check")
     Path("empty").mkdir()
-    assert "there are no results in empty" in fail("results", "--results", "empty")
+    assert "empty has no results" in fail("results", "--results", "empty")
     Path("README.md").write_text(MARKED.replace("<!-- end results -->", ""))
     before = Path("README.md").read_bytes()
     assert "README.md: " in fail("results", "--write")

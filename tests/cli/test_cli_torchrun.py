@@ -51,7 +51,7 @@ def two(monkeypatch):
 )
 def test_other_commands_are_for_one_process(arguments):
     line = fail(*arguments)
-    assert f"error: {arguments[0]} is the work of one process, and torchrun has started 2" in line
+    assert f"error: {arguments[0]} runs in one process, and torchrun has started 2" in line
     assert line.endswith(": start it without torchrun")
 
 
@@ -59,8 +59,8 @@ def test_other_commands_are_for_one_process(arguments):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--parallel"], "they exclude each other"),
-        (["--compile"], "--compile is for one process, and torchrun has started 2"),
+        (["--parallel"], "--parallel and torchrun exclude each other"),
+        (["--compile"], "--compile works in one process, and torchrun has started 2"),
     ],
 )
 def test_options_for_one_process_are_refused(options, said):
@@ -73,7 +73,7 @@ def test_a_process_beside_the_first_waits_before_it_tells(two):
     two.setenv("LOCAL_RANK", "1")
     waited = []
     two.setattr(errors.time, "sleep", waited.append)
-    assert fail("results").startswith("error: process 3: results is the work of one process")
+    assert fail("results").startswith("error: process 3: results runs in one process")
     assert waited == [errors.PATIENCE]
 
 
@@ -94,7 +94,7 @@ def test_every_process_has_a_gpu_of_its_own(monkeypatch):
     assert taken == [torch.device("cuda:1")]
     assert find_device_of(second, "cpu") == torch.device("cpu")
     assert find_device_of(SINGLE, "cuda:1") == torch.device("cuda:1")
-    with pytest.raises(ValueError, match="--device cuda:1: torchrun says which GPU is whose"):
+    with pytest.raises(ValueError, match="--device cuda:1: torchrun assigns the GPUs"):
         find_device_of(second, "cuda:1")
     with pytest.raises(ValueError, match="3 processes need a GPU each, and torch finds 2 on"):
         find_device_of(Ranks(0, 3, 0, 3), "cuda")

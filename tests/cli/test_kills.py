@@ -14,7 +14,7 @@ from torchcram import artifact
 from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.trainer import train
-from torchcram.report.files import write_files
+from torchcram.report.demo import write_files
 
 pytestmark = needs_fork
 

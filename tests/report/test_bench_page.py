@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from bench_samples import bench, subject
+from bench_samples import bench, model_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_samples import cram, sgd
@@ -14,11 +14,20 @@ from rich.console import Console
 from test_runs_page import FRAME, HOSTILE, Page
 
 from torchcram.experiments.bench.record import Setting, write_bench
-from torchcram.report.bench_charts import latency_chart, size_chart
-from torchcram.report.bench_section import read_benches
-from torchcram.report.bench_summary import ms, pareto, rate, size, times
-from torchcram.report.bench_table import size_table, speed_tables
-from torchcram.report.runs_page import runs_page
+from torchcram.report.bench import (
+    latency_chart,
+    ms,
+    overview_table,
+    rate,
+    size,
+    size_chart,
+    size_table,
+    speed_tables,
+    times,
+)
+from torchcram.report.charts import pareto
+from torchcram.report.runs import runs_page
+from torchcram.report.sources import read_benches
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +198,22 @@ def test_the_tables_of_the_terminal_have_every_number():
     assert re.search(r"│ +│ torchcram +│ +2\.00 │ \(1\.80 to 2\.20\) │ +4\.00x │ +500 │ +│", text)
     assert re.search(r"│ +│ onnxruntime +│ +│ +│ +│ +│ no int4 here │", text)
     assert "batch 16, 2 threads (16x3x32x32) on Abacus 3" in text
-    assert "speed: against onnxruntime, the fastest engine on the dense model" in text
-    assert "speed: against torch, the fastest engine on the dense model" in text
+    assert "speed: relative to onnxruntime, the fastest engine on the dense model" in text
+    assert "speed: relative to torch, the fastest engine on the dense model" in text
+
+
+def test_the_overview_has_a_row_per_model():
+    lines = printed(overview_table(bench())).splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows == [
+        ["dense", "40.1", "1.00x", "10.0", "8.00", "9.00", "1.00x"],
+        ["global:0.9", "5.00", "8.00x", "10.5", "8.50", "2.00", "4.00x"],
+        ["int4", "5.50", "7.27x", "11.0", "", "9.50", "0.84x"],
+    ]
 
 
 def test_a_table_without_accuracies_has_gaps():
-    unknown = (subject("dense", None, 10), *bench().subjects[1:])
+    unknown = (model_record("dense", None, 10), *bench().subjects[1:])
     text = printed(size_table(bench(subjects=unknown)))
     assert re.search(r"│ global:0\.9 +│ +90\.00 │ +89\.00 │ +│ +40\.0 │", text)
 

@@ -50,12 +50,12 @@ def test_only_the_same_recipe_is_merged():
 
 
 def test_what_is_no_source_is_named(folders, tmp_path):
-    with pytest.raises(ValueError, match="is neither the folder of a run nor one of results"):
+    with pytest.raises(ValueError, match="is neither a run folder nor a folder of results"):
         read_sources([tmp_path])
     copy = shutil.copytree(folders[0], tmp_path / "copy")
     (copy / "result.json").unlink()
     with pytest.raises(
-        ValueError, match=r"has no result\.json yet: train it to its end, or `torch"
+        ValueError, match=r"has no result\.json yet: finish its training, or run `torch"
     ):
         read_sources([copy])
     with pytest.raises(FileNotFoundError, match="missing"):

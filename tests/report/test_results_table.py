@@ -10,8 +10,16 @@ from rich.console import Console
 
 from torchcram.experiments.evaluation.results import write_result
 from torchcram.experiments.recipe import load_recipe
-from torchcram.report.marked import END, marked, stale, update_files, update_marked
-from torchcram.report.results_table import NOT_RUN, markdown_table, result_table
+from torchcram.report.markdown_tables import (
+    END,
+    NOT_RUN,
+    markdown_table,
+    marked,
+    stale,
+    update_files,
+    update_marked,
+)
+from torchcram.report.results_table import comparison_table, result_table
 from torchcram.report.summary import labels, points, sort_operators, summaries
 
 
@@ -42,6 +50,18 @@ def test_the_terminal_shows_mean_and_deviation_of_seeds():
     assert cells_of(lines, "global:0.9")[1:] == ["90.0", "89.1", "68.00", "88.00 ± 1.00", "-2.00"]
     assert cells_of(lines, "global:0.5+int4")[5] == "-30.00"
     assert "± over 3 seeds" in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_methods_stand_side_by_side(width):
+    one_seed = result("cram-plus", [cram().seeds[0]], title="CrAM+-Multi")
+    lines = lines_of(comparison_table([sgd(), one_seed]), width)
+    assert max(map(len, lines)) <= width
+    assert cells_of(lines, "dense") == ["dense", "88.70", "", "", "89.00", "", ""]
+    both = ["global:0.5", "68.31", "88.31", "-0.39", "69.00", "89.00", "0.00"]
+    assert cells_of(lines, "global:0.5") == both
+    assert cells_of(lines, "nm:2:4") == ["nm:2:4", "51.00", "71.00", "-17.70", "", "", ""]
+    assert "…" not in "".join(lines)
 
 
 def test_the_terminal_shows_the_deviation_of_calibration_sets():
@@ -213,7 +233,7 @@ def test_backslashes_and_ends_of_lines_stay_as_they_are():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no place is marked '<!-- results:a/b -->'"),
+        ("", "no section is marked '<!-- results:a/b -->'"),
         (f"<!-- results:a/c -->\n{END}", r"marked: \['a/c'\]"),
         ("<!-- results:a/b -->\n", "is not followed by"),
         (f"x\n{END}\n", "line 2: '<!-- end results -->' stands in the wrong order"),

@@ -13,8 +13,7 @@ from result_samples import cram, result, seed, sgd
 
 import torchcram.report
 from torchcram.experiments.io.files import slug
-from torchcram.report.runs import COLOURS
-from torchcram.report.runs_page import runs_page
+from torchcram.report.runs import COLOURS, runs_page
 from torchcram.report.sources import Log
 from torchcram.report.summary import dense, percent, points, summaries
 

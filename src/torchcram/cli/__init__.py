@@ -2,7 +2,7 @@
 
 from torchcram.cli.app import app
 
-# in the order that the help has the commands in
+# imported in the order that the help lists the commands in
 from torchcram.cli import listing, models, train, compress, export, bench  # isort: skip
 from torchcram.cli import derive, sweep, report, demo  # isort: skip
 

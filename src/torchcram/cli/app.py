@@ -1,4 +1,4 @@
-"""The application that commands are added to."""
+"""The application that the commands are added to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typer.core import TyperGroup
 from torchcram.cli.errors import UsageError, errors_in_a_line, usage_in_a_line
 from torchcram.cli.torchrun import processes
 
-TOGETHER = ("train",)  # commands that several processes work on
+DISTRIBUTED = ("train",)  # commands that may run under torchrun
 
 
 class Commands(TyperGroup):
-    """The commands; mistakes in a command line look like all other errors."""
+    """The commands; usage errors are printed like all other errors."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Parses what comes before the name of a command."""
+        """Parses the options before the name of a command."""
         with usage_in_a_line():
             return super().make_context(*arguments, **options)
 
@@ -30,8 +30,8 @@ class Commands(TyperGroup):
 app = typer.Typer(name="torchcram", cls=Commands, no_args_is_help=True, add_completion=False)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from torchcram import __version__
 
         typer.echo(f"torchcram {__version__}")
@@ -46,9 +46,9 @@ def main(
     ] = False,
 ) -> None:
     """Train a model once; compress it to any size in one shot."""
-    if processes() > 1 and context.invoked_subcommand not in TOGETHER:
+    if processes() > 1 and context.invoked_subcommand not in DISTRIBUTED:
         with errors_in_a_line():
             raise UsageError(
-                f"{context.invoked_subcommand} is the work of one process, and torchrun has "
+                f"{context.invoked_subcommand} runs in one process, and torchrun has "
                 f"started {processes()}: start it without torchrun"
             )

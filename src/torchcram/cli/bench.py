@@ -34,28 +34,30 @@ def bench(
     to: Targets = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, show_default="1 16", help="Samples at a time. Repeatable."),
+        typer.Option(min=1, show_default="1 16", help="Batch size. Repeatable."),
     ] = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option(min=1, show_default="those of torch", help="Of every engine. Repeatable."),
+        typer.Option(min=1, show_default="that of torch", help="Number of threads. Repeatable."),
     ] = None,
     engines: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
             show_default="all but the last",
-            help="Joined by commas: torch, compiled, onnxruntime, torchcram, torchcram-compiled; "
-            "on a GPU torch, compiled, torchcram.",
+            help="Engines, separated by commas: torch, compiled, onnxruntime, torchcram, "
+            "torchcram-compiled; on a GPU torch, compiled, torchcram.",
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, show_default="25, fewer if they take long", help="Of measuring."),
+        typer.Option(min=1, show_default="25, fewer if slow", help="Number of timed rounds."),
     ] = None,
     accuracy: Annotated[
         bool,
-        typer.Option("--accuracy/--no-accuracy", help="Test what result.json does not have."),
+        typer.Option(
+            "--accuracy/--no-accuracy", help="Test models whose accuracy is not in result.json."
+        ),
     ] = True,
     json: ResultFile = None,
     data: DataFolder = DATA,
@@ -65,19 +67,22 @@ def bench(
     """Measure models side by side: accuracy, file sizes, latency and throughput.
 
     The dense model and each target run in every engine, in turns, on real test data. The result is
-    also kept in the run folder, where `torchcram report` finds it.
+    also written to the run folder, where `torchcram report` finds it.
     """
     with errors_in_a_line():
         import torch
 
-        from torchcram.cli.output import result_output
-        from torchcram.cli.tables import show
-        from torchcram.experiments.bench.engines import CPU_ENGINES, DEFAULT, check_engines
-        from torchcram.experiments.bench.gpu_engines import GPU_ENGINES
+        from torchcram.cli.output import result_output, show
+        from torchcram.experiments.bench.candidates import open_source
+        from torchcram.experiments.bench.engines import (
+            CPU_ENGINES,
+            DEFAULT,
+            GPU_ENGINES,
+            check_engines,
+        )
         from torchcram.experiments.bench.record import FILES, write_bench
         from torchcram.experiments.bench.run import Plan, run_bench
-        from torchcram.experiments.bench.source import open_source
-        from torchcram.report.bench_table import size_table, speed_tables
+        from torchcram.report.bench import size_table, speed_tables
 
         def say(line: str) -> None:
             typer.echo(line, err=True)
@@ -93,11 +98,11 @@ def bench(
             plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
         opened = open_source(source, to or ())
         samples = load(opened.recipe, data, download=download)
-        cases = opened.cases(samples, device=where, accuracy=accuracy, report=say)
+        candidates = opened.candidates(samples, device=where, accuracy=accuracy, report=say)
         with result_output(json) as write:
             with tempfile.TemporaryDirectory() as folder:
                 result = run_bench(
-                    cases,
+                    candidates,
                     opened.recipe,
                     samples,
                     plan=plan,

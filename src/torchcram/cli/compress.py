@@ -32,12 +32,15 @@ def compress(
         int | None,
         typer.Option(
             min=1,
-            show_default="those of the recipe",
-            help="Training samples to tune batch norm on, and that wanda and sparsegpt look at.",
+            show_default="that of the recipe",
+            help="Number of training samples for batch-norm tuning, wanda and sparsegpt.",
         ),
     ] = None,
     bnt_trials: Annotated[
-        int, typer.Option(min=1, help="Calibration sets to tune batch norm on: mean and std.")
+        int,
+        typer.Option(
+            min=1, help="Number of calibration sets for batch-norm tuning; mean and std are shown."
+        ),
     ] = 1,
     save: Annotated[
         Path | None,
@@ -51,7 +54,7 @@ def compress(
         Path | None,
         typer.Option(
             file_okay=False,
-            help="Folder of results to put the targets into, beside those of the same training.",
+            help="Folder of results that the targets are added to.",
         ),
     ] = None,
     data: DataFolder = DATA,
@@ -60,13 +63,12 @@ def compress(
 ) -> None:
     """Compress a trained model in one shot and test it, before and after batch-norm tuning.
 
-    Without --to, to the targets of its recipe; the result is then also kept in the run folder.
-    Pruners (obs@..., wanda@..., sparsegpt@...) look at training batches first.
+    Without --to, the targets are those of the recipe, and the result is also written to the run
+    folder. Pruners (obs@..., wanda@..., sparsegpt@...) look at training batches first.
     """
     with errors_in_a_line():
-        from torchcram.cli.output import result_output
+        from torchcram.cli.output import result_output, show
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show
         from torchcram.experiments.evaluation.results import write_result
         from torchcram.experiments.recipe.overrides import with_targets
         from torchcram.experiments.results_store import (
@@ -106,8 +108,8 @@ def compress(
             if results is not None:
                 (seed,) = result.seeds
                 if samples not in (None, trained.recipe.compress.calibration_samples):
-                    told = tuple(replace(target, samples=samples) for target in seed.targets)
-                    seed = replace(seed, targets=told)
+                    targets = tuple(replace(target, samples=samples) for target in seed.targets)
+                    seed = replace(seed, targets=targets)
                 typer.echo(f"result: {add_to_results(results, trained.recipe, seed)}")
             if save is not None:
                 typer.echo(f"compressed models: {save}")
@@ -120,15 +122,15 @@ def evaluate(
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="File of weights to test instead: what `compress --save` or `export` writes, "
-            "compact or plain.",
+            help="File of weights to test instead, compact or plain, as written by "
+            "`compress --save` or `export`.",
         ),
     ] = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     download: Download = False,
 ) -> None:
-    """Test a trained model, or a file with compressed weights of it, on the test split."""
+    """Test a trained model, or a file with its compressed weights, on the test split."""
     with errors_in_a_line():
         from torchcram import sparsity
         from torchcram.experiments.evaluation.compressed_models import score_on_test
@@ -144,8 +146,9 @@ def evaluate(
         score = score_on_test(trained.model, trained.recipe, images, device=where)
         zeros = sparsity(target_weights(trained.recipe, trained.model))
         measured = {score.metric: score.value, **(score.others or {})}
-        said = ", ".join(f"{name} {100 * value:.2f} %" for name, value in measured.items())
+        scores = ", ".join(f"{name} {100 * value:.2f} %" for name, value in measured.items())
         tested = trained.recipe.build_task().count_test(images)
         typer.echo(
-            f"{model or run}: {said} on the {tested} of {images.name}, sparsity {100 * zeros:.2f} %"
+            f"{model or run}: {scores} on the {tested} of {images.name}, "
+            f"sparsity {100 * zeros:.2f} %"
         )

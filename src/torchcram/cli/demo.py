@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import errors_in_a_line
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from torchcram.experiments.demo import Progress
+from torchcram.cli.errors import errors_in_a_line, stoppable
 
 
 @app.command()
 def demo(
     out: Annotated[
-        Path, typer.Option(file_okay=False, writable=True, help="Where the files go.")
+        Path,
+        typer.Option(
+            file_okay=False,
+            writable=True,
+            help="Folder for the runs, the picture, the page and the table.",
+        ),
     ] = Path("demo"),
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and operators.")] = 0,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Of CrAM+; SGD trains for twice as many.")
-    ] = None,
+        int, typer.Option(min=1, help="Epochs of CrAM+; SGD trains for twice as many.")
+    ] = 80,
 ) -> None:
-    """Train a small net by SGD and by CrAM+, prune and quantize both, compare.
+    """Train a small network by SGD and by CrAM+, compress both in one shot, and compare them.
 
-    Also shows how large the files are and how fast the nets run. Takes about a minute, downloads
-    nothing, needs no GPU. Writes a picture, a page and a JSON file.
+    Also shows the file sizes and the speed of the compressed models. It takes about a minute,
+    downloads nothing and needs no GPU. A training that was stopped continues with the same command.
     """
-    with errors_in_a_line(needs="the demo", extra="demo"):
-        from rich.console import Console
-
+    with errors_in_a_line(needs="the demo", extra="demo"), stoppable():
+        from torchcram.cli.output import show
+        from torchcram.cli.progress import watching
         from torchcram.experiments.demo import run_demo
-        from torchcram.experiments.demo_result import DemoSettings
-        from torchcram.report.files import write_demo
-        from torchcram.report.table import demo_table, deployed_table
+        from torchcram.report.bench import overview_table
+        from torchcram.report.demo import write_demo
+        from torchcram.report.results_table import comparison_table
+        from torchcram.report.summary import counted, duration
 
         out.mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
-        default = DemoSettings()
-        with _progress(Console(stderr=True)) as progress:
-            result = run_demo(
-                replace(default, seed=seed, epochs=epochs or default.epochs), progress
-            )
-        Console().print(demo_table(result))
-        Console().print(deployed_table(result))
-        for trained in result.trained:
-            typer.echo(f"{trained.method}: {trained.epochs} epochs, {trained.seconds:.0f} s")
-        for what, path in write_demo(result, out).items():
-            typer.echo(f"{what}: {path}")
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """A bar per training where someone is watching, else a line per training."""
-    if not console.is_terminal:
-        yield _line_per_training
-        return
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
-
-    tasks: dict[str, TaskID] = {}
-    with Bars(console=console) as bars:
-
-        def show(method: str, done: int, epochs: int) -> None:
-            if method not in tasks:
-                tasks[method] = bars.add_task(f"training by {method}", total=epochs)
-            bars.update(tasks[method], completed=done)
-
-        yield show
-
-
-def _line_per_training(method: str, done: int, epochs: int) -> None:
-    if done == 0:
-        typer.echo(f"training by {method}, epochs: {epochs}", err=True)
+        with watching() as watch:
+            done = run_demo(out, seed=seed, epochs=epochs, progress=watch.training)
+        show(comparison_table(done.results))
+        show(overview_table(done.bench))
+        for result in done.results:
+            trained = counted(result.recipe["train"]["epochs"], "epoch")
+            typer.echo(f"{result.title}: {trained}, {duration(result.seeds[0].seconds)}")
+        for run in done.runs:
+            typer.echo(f"run: {run}")
+        for name, path in write_demo(done.runs, out).items():
+            typer.echo(f"{name}: {path}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,19 +23,28 @@ from torchcram.cli.options import (
     Sets,
     check_epochs,
     check_sets,
+    find_device,
+    load,
+    step_maker,
 )
+
+if TYPE_CHECKING:
+    from torchcram.experiments.recipe import Recipe
 
 At = Annotated[
     str,
     typer.Option(
-        metavar="OP", help="Operator, as global:0.9, or pruner, whose zeros stay; or dense."
+        metavar="OP",
+        help="Operator such as global:0.9, or pruner, whose zeros are kept; or dense.",
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(file_okay=False, show_default="beside RUN", help="Folder of the new run."),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Instead of that of the run.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the new run, instead of that of RUN.")
+]
 
 
 @app.command()
@@ -46,13 +57,13 @@ def finetune(
         list[str] | None,
         typer.Option(
             metavar="KEY=V,V",
-            help="Values to try, texts only: optimizer.lr=3e-5,8e-5. The best on what early "
-            "stopping holds out is shown. Repeatable.",
+            help="Values to try for text models: optimizer.lr=3e-5,8e-5. The best on the samples "
+            "that early stopping holds out is shown. Repeatable.",
         ),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Folder of results to put the result into as well."),
+        typer.Option(file_okay=False, help="Folder of results that the result is added to."),
     ] = None,
     out: Out = None,
     seed: Seed = None,
@@ -62,13 +73,13 @@ def finetune(
     eval_interval: EvalInterval = 1,
     download: Download = False,
 ) -> None:
-    """Compress a trained model, then train on with the masks held.
+    """Compress a trained model, then fine-tune it with the masks held.
 
-    By default for a tenth of its epochs, from a tenth of its learning rate, with plain steps. Texts
-    for at most two epochs from 5e-5, ended early by a tenth of the training set.
+    By default it trains for a tenth of the epochs, from a tenth of the learning rate, with plain
+    steps. Text models train for at most two epochs from 5e-5, with early stopping on a tenth of
+    the training set.
     """
     with errors_in_a_line(), stoppable():
-        from torchcram.cli.derive_runs import train_on
         from torchcram.experiments.io.files import slug
         from torchcram.experiments.recipe.overrides import finetune_recipe, read_at
         from torchcram.experiments.sweep import read_grid
@@ -79,16 +90,16 @@ def finetune(
         with usage():
             read_at(at)
             grid_points = read_grid(grid or ())
-        given = read_run(run)[0]
+        trained_by = read_run(run)[0]
         recipes = {
-            point: finetune_recipe(given, at, epochs=epochs, overrides=[*(sets or ()), *point])
+            point: finetune_recipe(trained_by, at, epochs=epochs, overrides=[*(sets or ()), *point])
             for point in grid_points
         }
-        train_on(
+        _train_on(
             run,
             at,
             out or _beside(run, f"finetune-{slug(read_at(at))}"),
-            recipe=finetune_recipe(given, at, epochs=epochs, overrides=sets or ()),
+            recipe=finetune_recipe(trained_by, at, epochs=epochs, overrides=sets or ()),
             recipes=recipes,
             new_head=False,
             results=results,
@@ -105,7 +116,7 @@ def finetune(
 def transfer(
     run: RunFolder,
     at: At,
-    to: Annotated[str, typer.Option(metavar="RECIPE", help="Of the other data.")],
+    to: Annotated[str, typer.Option(metavar="RECIPE", help="Recipe of the other task.")],
     epochs: Epochs = None,
     sets: Sets = None,
     out: Out = None,
@@ -116,12 +127,11 @@ def transfer(
     eval_interval: EvalInterval = 1,
     download: Download = False,
 ) -> None:
-    """Compress a trained model, give it a new head, train it on other data, the masks held.
+    """Compress a trained model, give it a new head, and train it on other data, masks held.
 
-    The model is that of RUN; all else is as RECIPE says.
+    The model is that of RUN; everything else follows RECIPE.
     """
     with errors_in_a_line(), stoppable():
-        from torchcram.cli.derive_runs import train_on
         from torchcram.experiments.io.files import slug
         from torchcram.experiments.recipe import load_recipe
         from torchcram.experiments.recipe.overrides import read_at, transfer_recipe
@@ -133,7 +143,7 @@ def transfer(
             read_at(at)
         target = load_recipe(to)
         recipe = transfer_recipe(read_run(run)[0], at, target, epochs=epochs, overrides=sets or ())
-        train_on(
+        _train_on(
             run,
             at,
             out or _beside(run, f"transfer-{slug(read_at(at))}-{slug(target.name)}"),
@@ -150,6 +160,97 @@ def transfer(
         )
 
 
-def _beside(run: Path, what: str) -> Path:
+def _train_on(
+    run: Path,
+    at: str,
+    out: Path,
+    *,
+    recipe: Recipe,
+    recipes: Mapping[tuple[str, ...], Recipe],
+    new_head: bool,
+    results: Path | None,
+    seed: int | None,
+    data: Path,
+    device: str,
+    eager: bool,
+    eval_interval: int,
+    download: bool,
+) -> None:
+    """Compresses the model of a run, trains it further, and shows the results.
+
+    Args:
+        run: Folder of a finished training.
+        at: Operator as text, or "dense".
+        out: Folder of the new run; with a grid, the folder that holds all its runs.
+        recipe: Recipe without the changes of a grid.
+        recipes: Recipes by their changes; the best of several counts.
+        new_head: Whether the model gets a new head, as transfer does.
+        results: Folder of results that the result is added to.
+        seed: Seed of the new run; by default that of `run`.
+        data: Folder of the data.
+        device: Name of the device.
+        eager: Whether to take eager steps, without CUDA graphs.
+        eval_interval: Number of epochs between two tests.
+        download: Whether to download datasets that torchvision provides.
+    """
+    from torchcram.cli.output import derived_table, grid_table, show
+    from torchcram.cli.progress import watching
+    from torchcram.experiments.finetuning import finetune, finetune_grid
+    from torchcram.experiments.results_store import (
+        add_to_results,
+        check_results,
+        load_or_measure,
+    )
+    from torchcram.report.results_table import result_table
+
+    where = find_device(device)
+    chosen: tuple[str, ...] = ()
+    images = load(recipe, data, download=download)
+    if results is not None:
+        check_results(results, recipe, seed or 0)  # rather than after the work
+    with watching() as watch:
+        if () in recipes:
+            derived = finetune(
+                run,
+                at,
+                out,
+                recipe=recipe,
+                data=images,
+                device=where,
+                new_head=new_head,
+                seed=seed,
+                make_step=step_maker(eager),
+                eval_interval=eval_interval,
+                progress=watch.training("transfer" if new_head else "fine-tuning"),
+            )
+        else:
+            grid = finetune_grid(
+                run,
+                at,
+                out,
+                recipes=recipes,
+                data=images,
+                device=where,
+                seed=seed,
+                make_step=step_maker(eager),
+                progress=watch.training,
+            )
+            best = grid.trials[0]
+            out, derived, chosen = best.folder, best.finetuned, best.overrides
+    if () not in recipes:
+        show(grid_table(grid))
+    show(derived_table(derived))
+    if not derived.origin.holds_masks:  # still dense: it can be compressed to anything
+        result = load_or_measure(out, derived.trained, images, device=where)
+        show(result_table(result))
+    typer.echo(f"run: {out}")
+    if results is not None:
+        held = derived.origin.holds_masks
+        seed_result = derived.as_result() if held else result.seeds[0]
+        path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
+        typer.echo(f"result: {path}")
+
+
+def _beside(run: Path, suffix: str) -> Path:
     run = run if run.name else run.resolve()
-    return run.with_name(f"{run.name}-{what}")
+    return run.with_name(f"{run.name}-{suffix}")

@@ -1,7 +1,7 @@
-"""Errors that a user can do something about, in one line and without a traceback.
+"""Errors that a user can fix, printed in one line and without a traceback.
 
-Exit status 2: the command line is wrong, whatever files, data and devices there are. Exit status 1:
-anything else.
+Exit status 2: the command line itself is wrong, whatever files, data and devices there are. Exit
+status 1: anything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 
 from torchcram.cli.torchrun import local_rank, rank
 
-EXTRAS = {  # that bring a package which may be missing
+EXTRAS = {  # extra of torchcram for each package that may be missing
     "sklearn": "demo",
     "matplotlib": "report",
     "jinja2": "report",
@@ -30,11 +30,11 @@ EXTRAS = {  # that bring a package which may be missing
     "onnxruntime": "export",
 }
 CORE = {"numpy": "numpy", "rich": "rich", "safetensors": "safetensors", "yaml": "PyYAML"}
-"""Packages that torchcram itself depends on, and what pip calls them."""
+"""Packages that torchcram itself depends on, with their names on PyPI."""
 
-USAGE = 2  # exit status of mistakes in the command line
-INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
-PATIENCE = 5.0  # seconds, for torchrun to end a process whose error another one has told
+USAGE = 2  # exit status of a wrong command line
+INTERRUPTED = 130  # exit status that shells give to a command ended by Ctrl-C
+PATIENCE = 5.0  # seconds for torchrun to end the other ranks after an error
 
 # typer has a copy of click, or imports it, depending on its version
 _ClickUsageError: Any = typer.BadParameter.__mro__[1]
@@ -47,7 +47,7 @@ class UsageError(ValueError):
 
 @contextmanager
 def usage() -> Iterator[None]:
-    """Makes errors of a `with` block mistakes in the command line; for checks of its arguments."""
+    """Turns ValueError in a `with` block into UsageError; for checks of arguments."""
     try:
         yield
     except ValueError as error:
@@ -56,7 +56,7 @@ def usage() -> Iterator[None]:
 
 @contextmanager
 def usage_in_a_line() -> Iterator[None]:
-    """Turns what the parser of the command line refuses into one line and exit status 2."""
+    """Prints errors of the command line parser in one line, with exit status 2."""
     try:
         yield
     except _ClickError as error:
@@ -65,17 +65,17 @@ def usage_in_a_line() -> Iterator[None]:
         message = " ".join(error.format_message().split()).removesuffix(".")
         if isinstance(error, _ClickUsageError) and error.ctx is not None:
             message += f"; see {error.ctx.command_path} --help"
-        _tell(message)
+        _print_error(message)
         raise typer.Exit(error.exit_code) from None
 
 
 @contextmanager
 def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterator[None]:
-    """Turns errors into one line and exit status 1, or 2 for `UsageError`; warnings into lines.
+    """Prints errors in one line, with exit status 1, or 2 for `UsageError`; warnings too.
 
     Args:
-        needs: Name of what needs a package that is missing.
-        extra: Extra that brings every such package; by default the one in `EXTRAS`.
+        needs: Subject of the message about a missing package.
+        extra: Extra that the message names for any such package; by default that in `EXTRAS`.
     """
     code = 1
     try:
@@ -90,7 +90,7 @@ def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterat
         else:
             raise
         message = f"{needs} needs {package}, which is missing: {pip}"
-    except BrokenPipeError:  # whoever read standard output has gone; typer ends quietly
+    except BrokenPipeError:  # the reader of standard output is gone; typer ends quietly
         raise
     except OSError as error:
         known = error.filename is not None and error.strerror
@@ -104,21 +104,21 @@ def errors_in_a_line(*, needs: str = "this", extra: str | None = None) -> Iterat
         message = f"the memory of the GPU is full: {error}"
     else:
         return
-    _tell(" ".join(message.split()))
+    _print_error(" ".join(message.split()))
     raise typer.Exit(code)
 
 
-def _tell(message: str) -> None:
-    """Says a message; of several processes with the same error only one on a machine does."""
+def _print_error(message: str) -> None:
+    """Prints an error; of several ranks with the same error, only the first on a machine does."""
     if local_rank():
-        time.sleep(PATIENCE)  # if the first one had an error, torchrun ends this one meanwhile
+        time.sleep(PATIENCE)  # if local rank 0 had an error, torchrun ends this rank meanwhile
         message = f"process {rank()}: {message}"
     typer.echo(f"error: {message}", err=True)
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Lets Ctrl-C end a command that continues when it is given again."""
+    """Lets Ctrl-C end a command that continues when it is run again."""
     try:
         yield
     except KeyboardInterrupt:
@@ -132,7 +132,7 @@ def _warnings_in_a_line() -> Iterator[None]:
     before = warnings.showwarning
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        # as it is now: a progress bar puts itself between
+        # looked up now: a progress bar replaces it
         sys.stderr.write(f"warning: {' '.join(str(message).split())}\n")
 
     warnings.showwarning = show

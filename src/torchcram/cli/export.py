@@ -37,14 +37,16 @@ def export(
     kind: Annotated[
         str,
         typer.Option(
-            "--format", metavar="FORMAT", help="torchcram, safetensors, transformers or onnx."
+            "--format",
+            metavar="FORMAT",
+            help="Format of the files: torchcram, safetensors, transformers or onnx.",
         ),
     ] = "torchcram",
     values: Annotated[
         str | None,
         typer.Option(
             metavar="TYPE",
-            help="fp16 or bf16: round weights that are not quantized.",
+            help="Type of weights that are not quantized: fp16 or bf16.",
             show_default="as they are",
         ),
     ] = None,
@@ -52,7 +54,7 @@ def export(
         str | None,
         typer.Option(
             metavar="OP",
-            help="int8 or the like: round the tables of embeddings.",
+            help="Quantization of embeddings, such as int8.",
             show_default="as they are",
         ),
     ] = None,
@@ -65,14 +67,13 @@ def export(
     device: DeviceName = "auto",
     download: Download = False,
 ) -> None:
-    """Compress a trained model and write files to deploy, with what was measured in them.
+    """Compress a trained model and write files to deploy, which include the measured accuracy.
 
-    The format torchcram is the compact one; the others hold the same weights, zeros and all.
+    The format torchcram is the compact one; the others store the same weights, zeros included.
     """
     with errors_in_a_line():
-        from torchcram.cli.output import result_output
+        from torchcram.cli.output import result_output, show
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show
         from torchcram.experiments.export import check_export, check_options
         from torchcram.experiments.export import export as write_files
         from torchcram.experiments.training.run_folder import MODEL
@@ -103,8 +104,8 @@ def export(
             write(result)
 
 
-def _table(result: Result, found: Sequence[Exported], dense: int) -> Table:
-    """Returns a line per file, against the file of the dense model."""
+def _table(result: Result, files: Sequence[Exported], dense: int) -> Table:
+    """Returns a row per file, compared with the file of the dense model."""
     from rich.table import Table
     from rich.text import Text
 
@@ -113,22 +114,22 @@ def _table(result: Result, found: Sequence[Exported], dense: int) -> Table:
     (seed,) = result.seeds
     table = Table(
         title=Text(f"Files, and test {result.metric} in % on {result.data}"),
-        caption="as is: before batch norm is tuned; smaller: than the file of the dense model",
+        caption="as is: before batch-norm tuning; smaller: against the file of the dense model",
     )
     table.add_column("target", no_wrap=True)
     for column in ("bytes", "smaller", "as is", result.metric, "vs dense"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("file", overflow="fold")
     table.add_row("dense", f"{dense:,}", "", "", percent(seed.dense), "", "", end_section=True)
-    for one in found:
-        target = one.target
+    for file in files:
+        target = file.target
         table.add_row(
             Text(target.operator),
-            f"{one.size:,}",
-            f"{dense / one.size:.1f}x",
+            f"{file.size:,}",
+            f"{dense / file.size:.1f}x",
             percent(target.before),
             percent(target.after),
             points(target.after - seed.dense),
-            Text(str(one.path)),
+            Text(str(file.path)),
         )
     return table

@@ -12,35 +12,47 @@ from torchcram.cli.app import app
 from torchcram.cli.errors import errors_in_a_line
 
 OPERATORS = (
-    ("global:SPARSITY", "global:0.9", "zeroes that fraction of all weights, the smallest ones"),
-    ("uniform:SPARSITY", "uniform:0.8", "the same in every layer"),
-    ("row:SPARSITY", "row:0.5", "the same for every output of a layer"),
-    ("global:LOW-HIGH", "global:0.3-0.9", "a range to train over; uniform and row too"),
-    ("nm:N:M", "nm:2:4", "keeps the N largest of every M along the inputs"),
-    ("intBITS", "int4", "rounds to that many bits, with a scale for every output channel"),
-    ("intBITS:gSIZE", "int4:g64", "the same, with a scale for every group of that many inputs"),
-    ("FIRST+SECOND", "global:0.8+int4", "applies one after the other"),
-    ("PATTERN", "row:0.5", "what a pruner takes: one of global, uniform, row and nm"),
-    ("wanda@PATTERN", "wanda@nm:2:4", "pruner: zeroes by magnitude times the norm of the input"),
+    (
+        "global:SPARSITY",
+        "global:0.9",
+        "zeroes the given fraction of all weights, the smallest in magnitude",
+    ),
+    ("uniform:SPARSITY", "uniform:0.8", "the same fraction in every layer"),
+    ("row:SPARSITY", "row:0.5", "the same fraction for every output of a layer"),
+    (
+        "global:LOW-HIGH",
+        "global:0.3-0.9",
+        "a range of sparsities to train over; uniform and row too",
+    ),
+    ("nm:N:M", "nm:2:4", "keeps the N largest of every M weights along the inputs"),
+    ("intBITS", "int4", "rounds to the given number of bits, with a scale per output channel"),
+    ("intBITS:gSIZE", "int4:g64", "the same, with a scale per group of inputs of the given size"),
+    ("FIRST+SECOND", "global:0.8+int4", "applies the first, then the second"),
+    ("PATTERN", "row:0.5", "pattern of a pruner: one of global, uniform, row and nm"),
+    (
+        "wanda@PATTERN",
+        "wanda@nm:2:4",
+        "pruner: zeroes weights by magnitude times the norm of the input",
+    ),
     (
         "sparsegpt@PATTERN",
         "sparsegpt@row:0.5",
-        "pruner: the other weights of a layer make up for those that it zeroes; not global",
+        "pruner: updates the kept weights to compensate for the zeroed ones; not global",
     ),
     (
         "sparsegpt:OPTIONS@PATTERN",
         "sparsegpt:b64@nm:2:4",
-        "options, a letter and a number each: b block, d damping",
+        "options, each a letter and a number: b block size, d damping",
     ),
     (
         "obs@PATTERN",
         "obs@uniform:0.7",
-        "pruner: zeroes the weights that the loss needs least, judged by gradients",
+        "pruner: zeroes the weights that matter least to the loss, estimated from gradients",
     ),
     (
         "obs:OPTIONS@PATTERN",
         "obs:m64:r8@uniform:0.7",
-        "options: m gradients, b block, d damping, r recomputations",
+        "options: m gradients, b block size, d damping, r recomputations",
     ),
 )
 
@@ -48,7 +60,7 @@ Row = tuple[str | int, ...]
 
 
 class What(str, Enum):
-    """What there is to list."""
+    """Kinds of things to list."""
 
     recipes = "recipes"
     models = "models"
@@ -58,14 +70,14 @@ class What(str, Enum):
 
 @app.command("list")
 def list_(
-    what: Annotated[What, typer.Argument(metavar="WHAT", help="What to list.")],
+    what: Annotated[What, typer.Argument(metavar="WHAT", help="Kind of things to list.")],
     text: Annotated[
         str | None,
-        typer.Argument(metavar="FILTER", help="Text that the name must contain: resnet20."),
+        typer.Argument(metavar="FILTER", help="Text that names must contain, such as resnet20."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the recipes, models, datasets or operators there are."""
+    """List the available recipes, models, datasets or operators."""
     with errors_in_a_line():
         columns, rows = {
             What.recipes: _recipes,
@@ -74,11 +86,11 @@ def list_(
             What.operators: _operators,
         }[what]((text or "").lower())
         if not rows:
-            raise ValueError(f"none of the {what.value} has {text!r} in its name")
+            raise ValueError(f"no {what.value} with {text!r} in their names")
         if as_json:
             _print_json(columns, rows)
             return
-        from torchcram.cli.tables import names_table, show
+        from torchcram.cli.output import names_table, show
 
         cells = [tuple(map(str, row)) for row in rows]
         show(names_table(what.value, columns, cells))
@@ -119,7 +131,7 @@ def _operators(text: str) -> Listing:
 
 
 def _registered() -> Iterator[tuple[str, str, str]]:
-    """Yields a row for every operator and pruner of other packages, the broken ones too."""
+    """Yields a row for every operator and pruner of other packages, including broken ones."""
     from torchcram.operators.parse import OPERATORS as REGISTERED
     from torchcram.pruners.parse import PRUNERS
 
@@ -145,5 +157,5 @@ def _print_json(columns: Sequence[str], rows: Sequence[Row]) -> None:
     import json
 
     keys = [column.replace(" ", "_") for column in columns]
-    found = [dict(zip(keys, row, strict=True)) for row in rows]
-    typer.echo(json.dumps(found, indent=2))
+    objects = [dict(zip(keys, row, strict=True)) for row in rows]
+    typer.echo(json.dumps(objects, indent=2))

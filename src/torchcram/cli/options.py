@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they stand for."""
+"""Options that several commands share, and the objects they stand for."""
 
 from __future__ import annotations
 
@@ -19,28 +19,38 @@ if TYPE_CHECKING:
     from torchcram.experiments.training.steps import MakeStep
 
 DataFolder = Annotated[
-    Path, typer.Option("--data", envvar="TORCHCRAM_DATA", help="Where the data lies.")
+    Path, typer.Option("--data", envvar="TORCHCRAM_DATA", help="Folder of the datasets.")
 ]
-Download = Annotated[bool, typer.Option("--download", help="Download data that torchvision knows.")]
-DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+Download = Annotated[
+    bool, typer.Option("--download", help="Download a dataset that torchvision provides.")
+]
+DeviceName = Annotated[str, typer.Option("--device", help="Device: auto, cpu, cuda or cuda:1.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: cram.rho=0.1. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change to the recipe, such as cram.rho=0.1. Repeatable."
+    ),
 ]
-Epochs = Annotated[int | None, typer.Option(min=1, help="Instead of those of the recipe.")]
-Eager = Annotated[bool, typer.Option("--eager", help="Take plain steps, slower on a GPU.")]
+Epochs = Annotated[
+    int | None, typer.Option(min=1, help="Number of epochs, instead of that of the recipe.")
+]
+Eager = Annotated[
+    bool, typer.Option("--eager", help="Take eager steps, without CUDA graphs; slower on a GPU.")
+]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Compile steps on a GPU: faster, after about a minute."),
+    typer.Option(
+        "--compile", help="Compile the steps on a GPU: faster, after about a minute of compilation."
+    ),
 ]
-EvalInterval = Annotated[int, typer.Option(min=1, help="Test after every so many epochs.")]
+EvalInterval = Annotated[int, typer.Option(min=1, help="Number of epochs between two tests.")]
 Targets = Annotated[
     list[str] | None,
     typer.Option(
         "--to",
         metavar="OP",
         show_default="those of the recipe",
-        help="Operator, as global:0.9, global:0.8+int4 or obs@uniform:0.7. Repeatable.",
+        help="Operator such as global:0.9, global:0.8+int4 or obs@uniform:0.7. Repeatable.",
     ),
 ]
 ResultFile = Annotated[
@@ -49,7 +59,7 @@ ResultFile = Annotated[
         "--json",
         dir_okay=False,
         allow_dash=True,
-        help="File for the result; - is standard output, which then gets nothing else.",
+        help="File for the result; - is standard output, which then holds nothing else.",
     ),
 ]
 RunFolder = Annotated[
@@ -64,8 +74,8 @@ def find_device(name: str) -> torch.device:
     """Returns the device of a name; "auto" is a GPU where there is one.
 
     Raises:
-        UsageError: for a name that is no device.
-        ValueError: if there is no such device here.
+        UsageError: If the name is not that of a device.
+        ValueError: If the machine has no such device.
     """
     import torch
 
@@ -84,10 +94,10 @@ def find_device(name: str) -> torch.device:
 
 
 def find_device_of(ranks: Ranks, name: str) -> torch.device:
-    """Returns the device of this process, on a machine with several GPUs one of its own.
+    """Returns the device of this rank; on a machine with several GPUs, a GPU of its own.
 
     Raises:
-        ValueError: if there is no such device here, or not one for every process.
+        ValueError: If the machine has no such device, or not enough for all its ranks.
     """
     device = find_device(name)
     if ranks.world_size == 1 or device.type == "cpu":
@@ -95,7 +105,7 @@ def find_device_of(ranks: Ranks, name: str) -> torch.device:
     import torch
 
     if device.index is not None:
-        raise ValueError(f"--device {name}: torchrun says which GPU is whose; allowed: cpu, cuda")
+        raise ValueError(f"--device {name}: torchrun assigns the GPUs; allowed: cpu, cuda")
     gpus = torch.cuda.device_count()
     if ranks.local_world_size > gpus:
         raise ValueError(
@@ -108,14 +118,14 @@ def find_device_of(ranks: Ranks, name: str) -> torch.device:
 
 
 def check_epochs(epochs: int | None, overrides: Sequence[str] | None) -> None:
-    """Refuses epochs that are given twice."""
+    """Raises UsageError if the epochs are given twice."""
     keys = [text.partition("=")[0].strip() for text in overrides or ()]
     if epochs is not None and "train.epochs" in keys:
-        raise UsageError("--epochs and train.epochs exclude each other: they say the same")
+        raise UsageError("--epochs and train.epochs exclude each other: they set the same value")
 
 
 def check_sets(sets: Sequence[str] | None) -> None:
-    """Refuses values of --set that are not of the form KEY=VALUE."""
+    """Raises UsageError for values of --set that are not of the form KEY=VALUE."""
     from torchcram.experiments.io.yaml_text import override
 
     with usage():
@@ -123,7 +133,7 @@ def check_sets(sets: Sequence[str] | None) -> None:
 
 
 def check_targets(targets: Sequence[str] | None) -> None:
-    """Refuses operators that a model cannot be compressed to."""
+    """Raises UsageError for operators that a model cannot be compressed to."""
     from torchcram.experiments.recipe import CompressConfig
 
     with usage():
@@ -132,7 +142,7 @@ def check_targets(targets: Sequence[str] | None) -> None:
 
 
 def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
-    """Returns how steps are taken."""
+    """Returns the function that makes training steps."""
     from functools import partial
 
     from torchcram.experiments.training.cuda_graph_steps import make_step
@@ -144,10 +154,10 @@ def step_maker(eager: bool, compiled: bool = False) -> MakeStep:
 
 
 def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
-    """Loads the data in every process, on each machine first in one: it may download or pack it.
+    """Loads the dataset in every rank; local rank 0 goes first, since it may download or pack it.
 
     Raises:
-        ValueError: in every process, if one cannot.
+        ValueError: If any rank cannot load it; all ranks raise it.
     """
     if ranks.world_size == 1:
         return load(recipe, folder, download=download)
@@ -155,12 +165,12 @@ def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = Fals
     def first() -> Dataset | None:
         return None if ranks.local_rank else load(recipe, folder, download=download)
 
-    found = ranks.run_on_all(first)
-    return ranks.run_on_all(lambda: found or load(recipe, folder))
+    data = ranks.run_on_all(first)
+    return ranks.run_on_all(lambda: data or load(recipe, folder))
 
 
 def load(recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
-    """Loads the data of a recipe; says what takes long."""
+    """Loads the dataset of a recipe; prints a line before slow work."""
 
     def say(line: str) -> None:
         typer.echo(line, err=True)

@@ -1,34 +1,40 @@
-"""What --json names: a file, or standard output."""
+"""Output of commands: tables for the terminal, and results as JSON."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from torchcram.report.summary import counted, percent
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from rich.table import Table
+
+    from torchcram.experiments.finetuning import FineTuned, Grid
+    from torchcram.experiments.sweep import Point
 
 STANDARD_OUTPUT = Path("-")
 
 Write = Callable[["DataclassInstance"], None]
-"""Writes a result as JSON and says where."""
+"""Writes a result as JSON and prints the path."""
 
 
 @contextmanager
 def result_output(path: Path | None) -> Iterator[Write]:
-    """Opens what --json names, for a `with` block that shows and writes a result.
+    """Opens the output that --json names, for a `with` block that shows and writes a result.
 
-    With `-` the JSON is all that standard output gets: whatever else the block prints, tables and
-    what libraries have to say too, goes to standard error.
+    With `-`, standard output holds the JSON alone: everything else that the block prints, tables
+    and messages of libraries included, goes to standard error.
 
     Args:
-        path: Path of the file, `-`, or None for none at all. A folder that is not there is made at
-            once, so that a command fails before the work rather than after it.
+        path: Path of the file, `-`, or None for no output. A missing folder is created at once, so
+            that a command fails before the work rather than after it.
     """
     from torchcram.experiments.io import json_text
     from torchcram.experiments.io.files import name_file_in_errors, write_atomically
@@ -50,3 +56,115 @@ def result_output(path: Path | None) -> Iterator[Write]:
     out = sys.stdout
     with redirect_stdout(sys.stderr):
         yield to_output
+
+
+WIDEST = 1000  # characters of a table that nothing limits
+
+
+def show(table: Table, narrow: Table | None = None) -> None:
+    """Prints a table; into a pipe or a file at its full width.
+
+    Args:
+        table: Table to print.
+        narrow: Table to print instead on a terminal that is too narrow for the other.
+    """
+    from rich.console import Console
+
+    console = Console()
+    needed = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, needed)
+    elif narrow is not None and needed > console.width:
+        table = narrow
+    console.print(table)
+
+
+def names_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Returns a table whose first column holds names, which are never wrapped."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title)
+    for index, column in enumerate(header):
+        table.add_column(column, no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def derived_table(derived: FineTuned) -> Table:
+    """Returns a row per stage from the trained model to the fine-tuned one."""
+    from rich.table import Table
+    from rich.text import Text
+
+    origin, trained = derived.origin, derived.trained
+    metric, tuned = trained.recipe.metric, trained.recipe.build_task().has_batchnorm
+    table = Table(
+        title=Text(f"{trained.recipe.title}: test {metric} in % on {trained.info.data.name}"),
+        caption="sparsity in % of the compressed weights and of all parameters",
+    )
+    table.add_column("model")
+    for column in (metric, "sparsity", "of all"):
+        table.add_column(column, justify="right", no_wrap=True)
+    at_start = (percent(origin.sparsity), percent(origin.model_sparsity))
+    if not origin.new_head:
+        table.add_row("as it was trained", percent(origin.dense), "", "")
+    if origin.holds_masks and origin.before is not None and origin.after is not None:
+        table.add_row(Text(f"compressed to {origin.at}"), percent(origin.before), *at_start)
+        if tuned:
+            table.add_row("batch norm tuned", percent(origin.after), *at_start)
+    what = "transferred" if origin.new_head else "fine-tuned"
+    table.add_row(
+        f"{what}, {counted(trained.recipe.train.epochs, 'epoch')}",
+        percent(trained.finished.accuracy),
+        percent(derived.sparsity),
+        percent(derived.model_sparsity),
+    )
+    return table
+
+
+def grid_table(grid: Grid) -> Table:
+    """Returns the settings of fine-tuning that were tried, best first, then the failed ones."""
+    from rich.table import Table
+    from rich.text import Text
+
+    metric = grid.trials[0].finetuned.trained.recipe.metric
+    table = Table(
+        title=f"{metric} in % on the held-out samples",
+        caption="the first row was chosen",
+    )
+    table.add_column("settings")
+    for column in (metric, "rounds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for tried in grid.trials:
+        table.add_row(Text(" ".join(tried.overrides)), percent(tried.held_out), str(tried.rounds))
+    for overrides in grid.failed:
+        table.add_row(Text(" ".join(overrides)), "failed", "")
+    return table
+
+
+def sweep_table(points: Sequence[Point], score: Sequence[str], *, targets: bool) -> Table:
+    """Returns the points of a sweep, best first.
+
+    Args:
+        points: Points, best first.
+        score: Operators that were scored on; none for all targets.
+        targets: Whether there is a column for every target.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    measured = dict.fromkeys(operator for point in points for operator in point.targets)
+    operators = list(measured) if targets else []
+    table = Table(
+        title="Accuracy in % on the held-out tenth of the training set",
+        caption=f"score: mean after batch-norm tuning over {', '.join(score) or 'all targets'}",
+    )
+    table.add_column("settings")
+    for column in ("score", "dense", *operators):
+        table.add_column(Text(column), justify="right", no_wrap=True)
+    for point in points:
+        values = [point.score, point.dense, *(point.targets.get(name) for name in operators)]
+        cells = ["failed" if value is None else percent(value) for value in values]
+        table.add_row(Text(" ".join(point.overrides)), *cells)
+    return table

@@ -1,4 +1,4 @@
-"""The progress of trainings: bars where someone watches, lines in a file, JSON for a program."""
+"""Progress of trainings: bars on a terminal, lines in a file, JSON for a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchcram.experiments.training.log import EpochRecord
     from torchcram.experiments.training.trainer import Progress
 
-LINES = 20  # at most, about, of a training
+LINES = 20  # printed for a training, about, at most
 
 
 class Style(str, Enum):
@@ -30,22 +30,22 @@ class Style(str, Enum):
 
 @dataclass(frozen=True)
 class Watch:
-    """What shows progress.
+    """A display of progress.
 
     Attributes:
-        training: called with the name of a training, gives what is to be told of its epochs.
-        bars: whether it does so by bars, on a terminal.
+        training: Function that returns, for the name of a training, the callback for its epochs.
+        bars: Whether progress is shown by bars, on a terminal.
     """
 
     training: Callable[[str], Progress]
     bars: bool = False
 
     def pieces(self, name: str, total: int) -> Callable[[object], None] | None:
-        """Returns what to call after each of so many pieces of work that take no epochs."""
+        """Returns a callback for each of `total` pieces of work; None without bars."""
         if not self.bars:
             return None
-        tell, done = self.training(name), itertools.count(1)
-        return lambda _: tell(next(done), total, None)
+        update, done = self.training(name), itertools.count(1)
+        return lambda _: update(next(done), total, None)
 
 
 @contextmanager
@@ -65,26 +65,26 @@ def watching(style: Style = Style.auto, *, silent: bool = False) -> Iterator[Wat
         yield Watch(_lines)
 
 
-def hear(tell: Progress, line: str) -> None:
-    """Tells what another process said as JSON; lines that are something else are passed over."""
+def forward(line: str, update: Progress) -> None:
+    """Forwards a line of JSON progress from another process; other lines are ignored."""
     from torchcram.experiments.training.log import EpochRecord
 
     try:
-        news = json.loads(line)
-        record = None if news["record"] is None else EpochRecord(**news["record"])
-        done, epochs = float(news["done"]), int(news["epochs"])
+        progress = json.loads(line)
+        record = None if progress["record"] is None else EpochRecord(**progress["record"])
+        done, epochs = float(progress["done"]), int(progress["epochs"])
     except (ValueError, TypeError, KeyError):
         return
-    tell(done, epochs, record)
+    update(done, epochs, record)
 
 
 def _json(name: str) -> Progress:
-    def tell(done: float, epochs: int, record: EpochRecord | None) -> None:
-        said = None if record is None else asdict(record)
-        news = {"name": name, "done": done, "epochs": epochs, "record": said}
-        typer.echo(json.dumps(news))  # which is flushed
+    def update(done: float, epochs: int, record: EpochRecord | None) -> None:
+        values = None if record is None else asdict(record)
+        progress = {"name": name, "done": done, "epochs": epochs, "record": values}
+        typer.echo(json.dumps(progress))  # which flushes
 
-    return tell
+    return update
 
 
 def _nothing(_done: float, _epochs: int, _record: EpochRecord | None) -> None:
@@ -96,19 +96,19 @@ def _lines(name: str) -> Progress:
 
     begun = False
 
-    def tell(done: float, epochs: int, record: EpochRecord | None) -> None:
+    def update(done: float, epochs: int, record: EpochRecord | None) -> None:
         nonlocal begun
         if not begun:
-            where = f", continued after {done:.0f}" if done else ""
-            typer.echo(f"{name}: {counted(epochs, 'epoch')}{where}", err=True)
+            resumed = f", continued after {done:.0f}" if done else ""
+            typer.echo(f"{name}: {counted(epochs, 'epoch')}{resumed}", err=True)
             begun = True
         if record is None:
             return
         every = -(-epochs // LINES)
         if record.epoch % every == 0 or record.epoch == epochs:
-            typer.echo(f"{name}: epoch {record.epoch} of {epochs}, {_news(record)}", err=True)
+            typer.echo(f"{name}: epoch {record.epoch} of {epochs}, {_metrics(record)}", err=True)
 
-    return tell
+    return update
 
 
 @contextmanager
@@ -118,17 +118,17 @@ def _bars(console: Console) -> Iterator[Callable[[str], Progress]]:
     from rich.table import Column
     from rich.text import Text
 
-    class News(progress.ProgressColumn):
-        """What a small terminal has the end of cut off, rather than any other column."""
+    class Metrics(progress.ProgressColumn):
+        """The only column that a narrow terminal cuts off."""
 
         def render(self, task: progress.Task) -> Text:
-            return Text(task.fields["news"], no_wrap=True, overflow="ellipsis")
+            return Text(task.fields["metrics"], no_wrap=True, overflow="ellipsis")
 
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
         progress.TextColumn("{task.completed:.0f}/{task.total}"),
-        News(),
+        Metrics(),
         progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
     )
     tasks: dict[str, progress.TaskID] = {}
@@ -136,19 +136,19 @@ def _bars(console: Console) -> Iterator[Callable[[str], Progress]]:
     with progress.Progress(*columns, console=console, expand=True) as bars:
 
         def training(name: str) -> Progress:
-            def tell(done: float, epochs: int, record: EpochRecord | None) -> None:
+            def update(done: float, epochs: int, record: EpochRecord | None) -> None:
                 if name not in tasks:
-                    tasks[name] = bars.add_task(escape(name), total=epochs, news="")
+                    tasks[name] = bars.add_task(escape(name), total=epochs, metrics="")
                 if record is not None:
-                    latest[name] = _news(record)
-                bars.update(tasks[name], completed=done, news=latest.get(name, ""))
+                    latest[name] = _metrics(record)
+                bars.update(tasks[name], completed=done, metrics=latest.get(name, ""))
 
-            return tell
+            return update
 
         yield training
 
 
-def _news(record: EpochRecord) -> str:
+def _metrics(record: EpochRecord) -> str:
     parts = [f"loss {record.loss:.4f}"]
     if record.accuracy is not None:
         parts.append(f"{record.metric} {100 * record.accuracy:.2f} %")

@@ -21,17 +21,18 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN", help="Run folders, result files, folders of results."),
     ],
-    out: Annotated[Path, typer.Option(dir_okay=False, help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(dir_okay=False, help="HTML file to write.")] = Path(
+        "report.html"
+    ),
 ) -> None:
     """Write one HTML page: accuracy against sparsity, tables, training curves, settings.
 
-    With what `torchcram bench` measured of a run, also its speed and size.
+    Speed and size are included for runs that `torchcram bench` has measured.
     """
     with errors_in_a_line():
         from torchcram.experiments.io.files import write_atomically
-        from torchcram.report.bench_section import read_benches
-        from torchcram.report.runs_page import runs_page
-        from torchcram.report.sources import read_sources
+        from torchcram.report.runs import runs_page
+        from torchcram.report.sources import read_benches, read_sources
 
         results, logs = read_sources(sources)
         page = runs_page(results, logs=logs, benches=read_benches(sources))
@@ -50,32 +51,32 @@ def results(
     folder: Annotated[
         Path, typer.Option("--results", file_okay=False, help="Folder of results.")
     ] = RESULTS,
-    write: Annotated[bool, typer.Option("--write", help="Write the marked tables again.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Rewrite the marked tables.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a marked table is not up to date.")
+        bool, typer.Option("--check", help="Exit with status 1 if a marked table is out of date.")
     ] = False,
 ) -> None:
-    """Show all results; or write the tables in Markdown files from them, or check these."""
+    """Show all results, or write or check the tables of results in Markdown files."""
     with errors_in_a_line():
-        from torchcram.report.marked import stale, update_files
+        from torchcram.report.markdown_tables import stale, update_files
 
         if write and check:
-            raise UsageError("--write and --check do not go together")
+            raise UsageError("--write and --check exclude each other")
         if pages and not (write or check):
-            raise UsageError("FILE goes with --write or --check")
+            raise UsageError("FILE needs --write or --check")
         if not folder.is_dir():
-            raise ValueError(f"there is no folder {folder}")
+            raise ValueError(f"{folder}: no such folder")
         if not (write or check):
             _show_all(folder)
             return
         files = pages or [page for page in PAGES if page.exists()]
         if not files:
-            raise ValueError(f"there is none of {', '.join(map(str, PAGES))} here; name the files")
+            raise ValueError(f"none of {', '.join(map(str, PAGES))} exists here; name the files")
         if write:
             changed = update_files(files, folder)
             typer.echo("\n".join(f"written: {path}" for path in changed) or "all up to date")
-        elif found := stale(files, folder):
-            typer.echo("\n".join(f"stale: {place}" for place in found), err=True)
+        elif outdated := stale(files, folder):
+            typer.echo("\n".join(f"stale: {section}" for section in outdated), err=True)
             line = ["torchcram", "results", "--write", *map(str, files)]
             line += [] if folder == RESULTS else ["--results", str(folder)]
             typer.echo(f"to update: {shlex.join(line)}", err=True)
@@ -85,12 +86,12 @@ def results(
 
 
 def _show_all(folder: Path) -> None:
-    from torchcram.cli.tables import show
+    from torchcram.cli.output import show
     from torchcram.experiments.evaluation.results import read_results
     from torchcram.report.results_table import result_table
 
-    found = read_results(folder)
-    if not found:
-        raise ValueError(f"there are no results in {folder}")
-    for result in found:
+    shown = read_results(folder)
+    if not shown:
+        raise ValueError(f"{folder} has no results")
+    for result in shown:
         show(result_table(result))

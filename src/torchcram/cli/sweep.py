@@ -32,14 +32,18 @@ FILE = "sweep.json"
 
 @app.command()
 def sweep(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name or file.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name or file of the recipe.")],
     grid: Annotated[
         list[str],
-        typer.Option(metavar="KEY=V,V", help="Values to try: cram.rho=0.05,0.1. Repeatable."),
+        typer.Option(
+            metavar="KEY=V,V", help="Values to try, such as cram.rho=0.05,0.1. Repeatable."
+        ),
     ],
     score: Annotated[
         list[str] | None,
-        typer.Option(metavar="OP", help="Operator to score on, instead of all targets."),
+        typer.Option(
+            metavar="OP", help="Operator to score on, instead of all targets. Repeatable."
+        ),
     ] = None,
     epochs: Epochs = None,
     sets: Sets = None,
@@ -49,22 +53,23 @@ def sweep(
             file_okay=False, show_default="runs/RECIPE/sweep", help="Folder for all runs."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of every training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every training.")] = 0,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     eager: Eager = False,
     download: Download = False,
 ) -> None:
-    """Try out settings on nine tenths of the training set; say which are best when compressed.
+    """Try settings on nine tenths of the training set; show which are best when compressed.
 
-    Best is the mean accuracy on the last tenth after batch-norm tuning. No test image is used.
+    The score is the mean accuracy on the held-out tenth after compression and batch-norm tuning. No
+    test sample is used.
     """
     with errors_in_a_line(), stoppable():
         import json
 
         from torchcram import parse_operator
+        from torchcram.cli.output import show, sweep_table
         from torchcram.cli.progress import watching
-        from torchcram.cli.tables import show, sweep_table
         from torchcram.experiments.io.files import write_atomically
         from torchcram.experiments.recipe import load_recipe
         from torchcram.experiments.recipe.overrides import with_epochs
@@ -105,10 +110,10 @@ def sweep(
         for text in (*changes, *best.overrides):
             line += ["--set", text]
         line += [] if epochs is None else ["--epochs", str(epochs)]
-        # the folder of the recipe is for the recipe as it is, that of the point for nine tenths
+        # neither the folder of the unchanged recipe nor that of nine tenths of the data
         line += ["--out", str(folder / f"{best.folder}-whole")]
         line += [] if data == DATA else ["--data", str(data)]
-        told = {
+        summary = {
             "recipe": first.name,
             "seed": seed,
             "score": scored or list(first.compress.to),
@@ -116,6 +121,6 @@ def sweep(
             "best": list(best.overrides),
             "next": shlex.join(line),
         }
-        write_atomically(folder / FILE, (json.dumps(told, indent=2) + "\n").encode())
+        write_atomically(folder / FILE, (json.dumps(summary, indent=2) + "\n").encode())
         typer.echo(f"sweep: {folder / FILE}")
-        typer.echo(f"best: {' '.join(best.overrides)}; next:\n{told['next']}")
+        typer.echo(f"best: {' '.join(best.overrides)}; next:\n{summary['next']}")

@@ -1,4 +1,4 @@
-"""What torchrun says in the environment of the processes it starts."""
+"""Rank and world size, from the environment that torchrun gives to its processes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 
 
 def processes() -> int:
-    """Returns how many processes torchrun has started for this command; 1 without it."""
+    """Returns the number of processes that torchrun started for this command; 1 without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 1
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Returns which of them this is, from 0."""
+    """Returns the rank of this process, from 0."""
     return int(os.environ["RANK"]) if processes() > 1 else 0
 
 
 def local_rank() -> int:
-    """Returns which of those on this machine this is, from 0."""
+    """Returns the rank of this process on its machine, from 0."""
     return int(os.environ["LOCAL_RANK"]) if processes() > 1 else 0

@@ -28,7 +28,9 @@ from torchcram.cli.torchrun import processes
 def train(
     recipes: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE", help="Names as `list recipes` has them, or files."),
+        typer.Argument(
+            metavar="RECIPE", help="Recipes: names as in `torchcram list recipes`, or files."
+        ),
     ],
     data: DataFolder = DATA,
     out: Annotated[
@@ -36,12 +38,15 @@ def train(
         typer.Option(
             file_okay=False,
             show_default="runs/RECIPE/seedN",
-            help="Folder of the run; of several, the folder that RECIPE/seedN are in.",
+            help="Folder of the run; of several runs, the folder that holds RECIPE/seedN.",
         ),
     ] = None,
     sets: Sets = None,
     seed: Annotated[
-        list[int] | None, typer.Option(min=0, show_default="0", help="Repeatable: a run for each.")
+        list[int] | None,
+        typer.Option(
+            min=0, show_default="0", help="Seed of the run. Repeatable: a run for each seed."
+        ),
     ] = None,
     epochs: Epochs = None,
     device: DeviceName = "auto",
@@ -52,39 +57,44 @@ def train(
     eager: Eager = False,
     compiled: Compile = False,
     eval_interval: EvalInterval = 1,
-    parallel: Annotated[bool, typer.Option("--parallel", help="Run all at the same time.")] = False,
+    parallel: Annotated[
+        bool, typer.Option("--parallel", help="Train all runs at the same time.")
+    ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --parallel: how many at a time.")
+        int | None, typer.Option(min=1, help="Number of runs at a time, with --parallel.")
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Folder of results to put the result into as well."),
+        typer.Option(file_okay=False, help="Folder of results that the result is added to."),
     ] = None,
     download: Download = False,
     progress: Annotated[
-        Style, typer.Option(help="json: a line per news, on standard output, and no table.")
+        Style,
+        typer.Option(
+            help="Form of the progress; json prints a JSON object per update to standard output, "
+            "and no table."
+        ),
     ] = Style.auto,
 ) -> None:
     """Train by a recipe, then compress in one shot to all its targets and show the table.
 
-    Stopped at any moment, the same command continues where it was. Under torchrun its processes
-    train each run together.
+    A training that was stopped continues with the same command. Under torchrun, all ranks train
+    each run together.
     """
     with errors_in_a_line(), stoppable():
-        from torchcram.cli.train_parallel import train_together
-        from torchcram.cli.train_runs import TrainOptions, plan, train_in_turn
+        from torchcram.cli.train_runs import TrainOptions, plan, train_in_parallel, train_in_turn
         from torchcram.experiments.ranks import joined
 
         if jobs is not None and not parallel:
-            raise UsageError("--jobs goes with --parallel")
+            raise UsageError("--jobs needs --parallel")
         if parallel and processes() > 1:
             raise UsageError(
-                "--parallel gives every run a process of its own, torchrun gives a run several: "
-                "they exclude each other"
+                "--parallel and torchrun exclude each other: --parallel gives every run a process, "
+                "torchrun gives every run several"
             )
         if compiled and processes() > 1:
             raise UsageError(
-                f"--compile is for one process, and torchrun has started {processes()}"
+                f"--compile works in one process, and torchrun has started {processes()}"
             )
         options = TrainOptions(
             data=data,
@@ -99,7 +109,7 @@ def train(
             download=download,
         )
         if parallel:
-            train_together(plan(recipes, seed or [0], out, options), options, jobs)
+            train_in_parallel(plan(recipes, seed or [0], out, options), options, jobs)
             return
         with joined() as ranks:
             trainings = ranks.run_on_all(lambda: plan(recipes, seed or [0], out, options))

@@ -1,7 +1,9 @@
-"""The trainings that a command asks for, one after another."""
+"""Trainings of `torchcram train`: planned, then run one after another or in parallel."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +19,24 @@ from torchcram.cli.options import (
     check_sets,
     find_device,
     find_device_of,
+    load,
     load_in,
     step_maker,
 )
-from torchcram.cli.progress import Style, watching
-from torchcram.cli.tables import show
-from torchcram.experiments.machine import versions
+from torchcram.cli.output import show
+from torchcram.cli.progress import Style, forward, watching
+from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.machine import cores, versions
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import with_epochs
-from torchcram.experiments.results_store import add_to_results, check_results, load_or_measure
+from torchcram.experiments.results_store import (
+    RESULT,
+    add_to_results,
+    check_results,
+    load_or_measure,
+)
+from torchcram.experiments.training.parallel import Failure, Job, run_jobs, shared_gpu
 from torchcram.experiments.training.trainer import Start, load_trained, train
 from torchcram.report.results_table import result_table
 from torchcram.report.sources import merge_seeds
@@ -35,10 +45,12 @@ if TYPE_CHECKING:
     from torchcram.experiments.evaluation.results import Result
     from torchcram.experiments.tasks import Dataset
 
+THREADS = "OMP_NUM_THREADS"
+
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What all trainings of a command have in common; see its options."""
+    """Options that all trainings of a command share; see `torchcram train --help`."""
 
     data: Path
     sets: tuple[str, ...]
@@ -54,17 +66,17 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Training:
-    """One of them.
+    """A training of the command.
 
     Attributes:
-        given: the recipe as the command has it.
-        recipe: the same with all changes.
-        seed: of the run.
-        folder: of the run.
-        name: that progress has it by.
+        source: Name or file of the recipe, as in the command.
+        recipe: Recipe with all changes.
+        seed: Seed of the run.
+        folder: Folder of the run.
+        name: Name of the training in the progress.
     """
 
-    given: str
+    source: str
     recipe: Recipe
     seed: int
     folder: Path
@@ -77,49 +89,49 @@ def plan(
     """Returns all trainings, every seed of every recipe.
 
     Raises:
-        ValueError: if one cannot be, before any is begun.
+        ValueError: If any of them is not possible; none has begun by then.
     """
     find_device(options.device)
     check_epochs(options.epochs, options.sets)
     check_sets(options.sets)
     step_maker(options.eager, options.compiled)
-    loaded = [with_epochs(load_recipe(one, options.sets), options.epochs) for one in recipes]
+    loaded = [with_epochs(load_recipe(name, options.sets), options.epochs) for name in recipes]
     alone = len(recipes) * len(seeds) == 1
     methods = [recipe.method for recipe in loaded]
     trainings: list[Training] = []
-    for given, recipe in zip(recipes, loaded, strict=True):
+    for source, recipe in zip(recipes, loaded, strict=True):
         for seed in seeds:
             below = (RUNS if out is None else out) / recipe.name / f"seed{seed}"
             folder = out if out is not None and alone else below
-            if any(folder == one.folder for one in trainings):
-                raise UsageError(f"{recipe.name} with seed {seed} is asked for twice")
+            if any(folder == training.folder for training in trainings):
+                raise UsageError(f"{recipe.name} with seed {seed} is given twice")
             if options.results is not None:
                 check_results(options.results, recipe, seed)
             name = recipe.method if methods.count(recipe.method) == 1 else recipe.name
-            trainings.append(Training(given, recipe, seed, folder, f"{name} seed {seed}"))
+            trainings.append(Training(source, recipe, seed, folder, f"{name} seed {seed}"))
     return trainings
 
 
 def train_in_turn(
     trainings: Sequence[Training], options: TrainOptions, style: Style, *, ranks: Ranks = SINGLE
 ) -> None:
-    """Trains, compresses and shows one after another.
+    """Trains, compresses and shows the runs one after another.
 
     Args:
-        trainings: what to do.
-        options: of all of them.
-        style: of the progress.
+        trainings: Trainings to do.
+        options: Options that they share.
+        style: Form of the progress.
         ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
-        ValueError: if processes are given different work, before any of it is begun.
+        ValueError: If ranks were given different work; none has begun by then.
     """
     ranks.require_same(_work(trainings, options))
     device = ranks.run_on_all(lambda: find_device_of(ranks, options.device))
     shows = ranks.is_first and style is not Style.json
     results = []
     if ranks.is_first and ranks.world_size > 1 and device.type == "cuda" and not options.eager:
-        typer.echo("several processes take plain steps, without CUDA graphs", err=True)
+        typer.echo("several processes take eager steps, without CUDA graphs", err=True)
     for training in trainings:
         results.append(_train(training, options, style, device=device, ranks=ranks))
         if shows:
@@ -132,12 +144,12 @@ def train_in_turn(
 
 
 def _work(trainings: Sequence[Training], options: TrainOptions) -> dict[str, Any]:
-    """Returns what all processes are to be given alike; recipes by their place in the command."""
+    """Returns what must be the same on all ranks; recipes by their position in the command."""
     return {
         "runs": len(trainings),
         **{
-            f"run {place}": {"recipe": one.recipe.to_dict(), "seed": one.seed}
-            for place, one in enumerate(trainings, 1)
+            f"run {number}": {"recipe": training.recipe.to_dict(), "seed": training.seed}
+            for number, training in enumerate(trainings, 1)
         },
         "--from": None if options.start is None else str(options.start),
         "--eager": options.eager,
@@ -195,3 +207,77 @@ def _start(folder: Path, recipe: Recipe, data: Dataset) -> Start:
             "`torchcram transfer` gives it a new head"
         )
     return Start(trained.model)
+
+
+def train_in_parallel(
+    trainings: Sequence[Training], options: TrainOptions, at_once: int | None
+) -> None:
+    """Trains all runs at the same time on one device, each in a process of its own.
+
+    A failure is reported at the end, with exit status 1.
+
+    Args:
+        trainings: Trainings to do.
+        options: Options that they share.
+        at_once: Number of trainings at a time; by default all, if there are as many cores.
+    """
+    device = find_device(options.device)
+    at_once = min(len(trainings), at_once or cores())
+    for recipe in {training.recipe.data: training.recipe for training in trainings}.values():
+        load(
+            recipe, options.data, download=options.download
+        )  # packs it once, before all processes need it
+    jobs = {_job(training, options, str(device)): training for training in trainings}
+    environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
+    share = device.type == "cuda" and at_once > 1
+    with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
+        updates = {training.name: watch.training(training.name) for training in trainings}
+        if watch.bars:
+            for training in trainings:  # those that wait are shown too
+                updates[training.name](0, training.recipe.train.epochs, None)
+        failures = run_jobs(
+            list(jobs),
+            lambda job, line: forward(line, updates[job.name]),
+            at_once=at_once,
+            environment={**environment, **gpu},
+        )
+    failed = [failure.job for failure in failures]
+    done = [training for job, training in jobs.items() if job not in failed]
+    for result in merge_seeds([read_result(training.folder / RESULT) for training in done]):
+        show(result_table(result))
+    for training in done:
+        typer.echo(f"run: {training.folder}")
+    for failure in failures:
+        _say(_failure_text(failure))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _job(training: Training, options: TrainOptions, device: str) -> Job:
+    """Returns the command of a training; the data is loaded by then, so nothing is downloaded."""
+    command = [sys.executable, "-m", "torchcram", "train", training.source, "--progress", "json"]
+    command += ["--seed", str(training.seed), "--out", str(training.folder)]
+    command += ["--data", str(options.data), "--device", device]
+    command += ["--eval-interval", str(options.eval_interval)]
+    for text in options.sets:
+        command += ["--set", text]
+    if options.epochs is not None:
+        command += ["--epochs", str(options.epochs)]
+    if options.start is not None:
+        command += ["--from", str(options.start)]
+    if options.results is not None:
+        command += ["--results", str(options.results)]
+    if options.eager:
+        command += ["--eager"]
+    if options.compiled:
+        command += ["--compile"]
+    return Job(training.name, tuple(command))
+
+
+def _failure_text(failure: Failure) -> str:
+    lines = "".join(f"\n  {line}" for line in failure.lines)
+    return f"error: {failure.job.name} ended with exit status {failure.status}:{lines}"
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

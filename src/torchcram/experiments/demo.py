@@ -1,150 +1,125 @@
-"""The demonstration: one small net, trained by SGD and by CrAM+, compressed to many targets."""
+"""The demonstration: two recipes of the digits trained, compressed in one shot and benchmarked."""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from torchcram import (
-    CRAM_PLUS,
-    CrAM,
-    GlobalTopK,
-    compress,
-    compressible_weights,
-    sparsity,
-    tune_batchnorm_,
-)
-from torchcram.experiments.bench.record import DENSE
-from torchcram.experiments.data.images.digits import Digits, load_digits
-from torchcram.experiments.demo_deploy import deploy
-from torchcram.experiments.demo_result import DemoResult, DemoSettings, Row, Trained
-from torchcram.experiments.machine import machine_name, versions
-from torchcram.experiments.models import ConvNet
-from torchcram.experiments.seeds import global_seed
+from torchcram.experiments.bench.candidates import open_source
+from torchcram.experiments.bench.record import FILES, write_bench
+from torchcram.experiments.bench.run import Plan, run_bench
+from torchcram.experiments.bench.timer import torch_threads
+from torchcram.experiments.recipe import Recipe, load_recipe
+from torchcram.experiments.recipe.overrides import with_epochs
+from torchcram.experiments.results_store import load_or_measure
+from torchcram.experiments.training.trainer import train
 
-PLAIN, AWARE = "SGD", CRAM_PLUS.name
-FIRST_CONV = r"^features\.0\."  # has one input channel, out of which no N:M group can be made
+if TYPE_CHECKING:
+    from torchcram.experiments.bench.record import Bench
+    from torchcram.experiments.evaluation.results import Result
+    from torchcram.experiments.tasks import Dataset
+    from torchcram.experiments.training.trainer import Progress
 
-Progress = Callable[[str, int, int], None]
-"""Called with the method, the epochs done and all its epochs: before the first, after each."""
+SGD = "digits/convnet-digits/sgd"
+CRAM = "digits/convnet-digits/cram-plus-multi"
+EPOCHS = 80
+TESTS = 8  # of the test accuracy in the course of a training
+PLAN = Plan(("torch", "torchcram"), batches=(64,), threads=(1,), rounds=15, onnx_size=False)
+CPU = torch.device("cpu")
 
 
-def run_demo(settings: DemoSettings, progress: Progress | None = None) -> DemoResult:
-    """Trains the same net from the same weights by SGD and by CrAM+; compresses both in one shot.
+@dataclass(frozen=True)
+class Demo:
+    """Outcome of the demonstration.
 
-    The nets of CrAM+, trained last, also become files and are timed.
+    Attributes:
+        runs: Folders of the runs, SGD first.
+        results: Results of the runs.
+        bench: Benchmark of the compressed models of CrAM+.
+    """
+
+    runs: tuple[Path, ...]
+    results: tuple[Result, ...]
+    bench: Bench
+
+
+def run_demo(
+    folder: Path,
+    *,
+    seed: int = 0,
+    epochs: int = EPOCHS,
+    progress: Callable[[str], Progress] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Demo:
+    """Trains the same network by SGD and by CrAM+, compresses both, and times those of CrAM+.
+
+    Both start from the same weights. SGD trains for twice as many epochs, because a step of CrAM+
+    takes two passes. All work is done in one thread: the network is too small for more, and the
+    numbers are then the same on any number of cores. Called again, it continues where it was.
 
     Args:
-        settings: what to do.
-        progress: told about every epoch.
+        folder: Folder that the folders of the runs are written to.
+        seed: Seed of the initial weights, the batches and the sampled operators.
+        epochs: Number of epochs of CrAM+.
+        progress: Function that returns, for the title of a recipe, what is called after its epochs.
+        report: Function that is called with a line of text before slow work.
     """
-    data = load_digits()
-    with global_seed(settings.seed):
-        initial = ConvNet(settings.widths)
-    trained, rows = [], []
-    with _one_thread():
-        for method, epochs in ((PLAIN, 2 * settings.epochs), (AWARE, settings.epochs)):
-            model = copy.deepcopy(initial)
-            start = time.perf_counter()
-            _train(model, data, settings, method=method, epochs=epochs, progress=progress)
-            seconds = time.perf_counter() - start
-            trained.append(Trained(method, epochs, accuracy(model, data), seconds))
-            models: dict[str, nn.Module] = {DENSE: model}
-            for target in settings.targets:
-                models[target], row = _compressed(model, data, settings, method, target)
-                rows.append(row)
-        deployed = deploy(models, data.test_images[: settings.timed_images])
-    return DemoResult(
-        settings=settings,
-        weights=sum(weight.numel() for weight in compressible_weights(initial).values()),
-        train_images=len(data.train_labels),
-        test_images=len(data.test_labels),
-        trained=tuple(trained),
-        rows=tuple(rows),
-        deployed=deployed,
-        versions={**versions(), "machine": machine_name(torch.device("cpu"))},
-    )
+    recipes = [
+        with_epochs(load_recipe(name), count) for name, count in ((SGD, 2 * epochs), (CRAM, epochs))
+    ]
+    runs = tuple(folder / _name(recipe, seed) for recipe in recipes)
+    with torch_threads(1):
+        data: Dataset = (
+            recipes[0]
+            .build_task()
+            .load(folder, batch_size=recipes[0].train.batch_size, download=False, report=report)
+        )
+        results = [
+            _train(recipe, run, data, seed=seed, progress=progress and progress(recipe.title))
+            for recipe, run in zip(recipes, runs, strict=True)
+        ]
+        bench = _bench(runs[-1], data, report)
+    return Demo(runs, tuple(results), bench)
+
+
+def _name(recipe: Recipe, seed: int) -> str:
+    return f"{recipe.method}-{recipe.train.epochs}-epochs-seed{seed}"
 
 
 def _train(
-    model: nn.Module,
-    data: Digits,
-    settings: DemoSettings,
-    *,
-    method: str,
-    epochs: int,
-    progress: Progress | None,
-) -> None:
-    optimizer: Optimizer = SGD(
-        model.parameters(),
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
+    recipe: Recipe, folder: Path, data: Dataset, *, seed: int, progress: Progress | None
+) -> Result:
+    interval = max(1, recipe.train.epochs // TESTS)
+    trained = train(
+        recipe,
+        folder,
+        data=data,
+        seed=seed,
+        device=CPU,
+        eval_interval=interval,
+        checkpoint_interval=interval,
+        progress=progress,
     )
-    if method == AWARE:
-        operators = [GlobalTopK(level) for level in settings.levels]
-        optimizer = CrAM(model, optimizer, operators, rho=settings.rho, seed=settings.seed)
-    scheduler = CosineAnnealingLR(optimizer, epochs)
-    generator = torch.Generator().manual_seed(settings.seed)
-    report = progress or (lambda *_: None)
-    report(method, 0, epochs)
-    model.train()
-    for epoch in range(epochs):
-        for images, labels in data.training_batches(settings.batch_size, generator):
-            optimizer.step(_closure(model, optimizer, images, labels))
-        scheduler.step()
-        report(method, epoch + 1, epochs)
+    return load_or_measure(folder, trained, data, device=CPU)
 
 
-def _closure(
-    model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor
-) -> Callable[[], float]:
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        return float(loss.detach())
-
-    return closure
-
-
-def _compressed(
-    model: nn.Module, data: Digits, settings: DemoSettings, method: str, target: str
-) -> tuple[nn.Module, Row]:
-    skip = FIRST_CONV if "nm:" in target else None
-    small = compress(model, target, weights=compressible_weights(model, skip=skip))
-    before = accuracy(small, data)
-    # every model sees the same samples
-    generator = torch.Generator().manual_seed(settings.seed + 1)
-    batches = data.training_batches(settings.batch_size, generator)
-    tune_batchnorm_(small, islice(batches, -(-settings.tuning_samples // settings.batch_size)))
-    zeros = sparsity(compressible_weights(small))
-    return small, Row(method, target, zeros, before, accuracy(small, data))
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: Digits) -> float:
-    """Returns the fraction of test images that `model`, in eval mode from here on, gets right."""
-    model.eval()
-    right = model(data.test_images).argmax(1) == data.test_labels
-    return int(right.sum()) / len(right)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Works in one thread, little slower with a net this small, whatever the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _bench(run: Path, data: Dataset, report: Callable[[str], None]) -> Bench:
+    source = open_source(run, ())
+    candidates = source.candidates(data, device=CPU, accuracy=True, report=report)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = run_bench(
+            candidates,
+            source.recipe,
+            data,
+            plan=PLAN,
+            device=CPU,
+            folder=Path(folder),
+            report=report,
+        )
+    write_bench(bench, run / FILES["cpu"])
+    return bench

@@ -1,18 +1,27 @@
-"""Runs as a page shows them: put together by task and model, named and coloured."""
+"""Runs as one HTML page that needs nothing else: charts, tables, training curves, settings."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from torchcram.experiments.bench.record import Bench
 from torchcram.experiments.evaluation.results import Result
 from torchcram.experiments.io.dict_diff import flat
 from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
+from torchcram.experiments.tasks import ACCURACY
 from torchcram.report import summary
-from torchcram.report.summary import MeanStd, TargetSummary
+from torchcram.report.bench import sections
+from torchcram.report.charts import COLOURS, Chart, Point, make_point
+from torchcram.report.sources import Log
+from torchcram.report.summary import NOTICEABLE, MeanStd, TargetSummary, percent, points
 
-COLOURS = 8  # that the style sheet has
+FLOOR = -10.0  # points; what lost more leaves the frame, so that small changes can be seen
 
 
 @dataclass(frozen=True)
@@ -20,11 +29,11 @@ class Run:
     """A result as the page shows it.
 
     Attributes:
-        result: as it was read.
-        label: its name in charts and tables.
-        style: number of its colour, dashes and markers.
-        dense: accuracy of the uncompressed models.
-        rows: its targets by operator.
+        result: Result as it was read.
+        label: Name of the run in charts and tables.
+        style: Number of the colour, dashes and markers.
+        dense: Accuracy of the uncompressed models.
+        rows: Targets by operator.
     """
 
     result: Result
@@ -64,10 +73,10 @@ class Group:
     """The runs of one model on one task, which are comparable.
 
     Attributes:
-        name: task and model.
-        data: names of the data sets, where they are not the name of the task.
-        runs: in the order they were given.
-        targets: of all runs.
+        name: Task and model.
+        data: Names of the datasets, where they differ from the name of the task.
+        runs: Runs in the order they were given.
+        targets: Targets of all runs.
     """
 
     name: str
@@ -77,7 +86,7 @@ class Group:
 
     @property
     def metric(self) -> str:
-        """What models are tested by."""
+        """The metric that models are tested by."""
         return " or ".join(dict.fromkeys(run.result.metric for run in self.runs))
 
     @property
@@ -87,24 +96,24 @@ class Group:
 
     @property
     def finetuned(self) -> bool:
-        """Whether some were trained on after they were compressed."""
+        """Whether some models were fine-tuned after compression."""
         return any(FINETUNE in run.result.method for run in self.runs)
 
     @property
     def shown(self) -> Sequence[Run]:
-        """The runs of charts and tables: a model that was fine-tuned at several targets is one."""
-        found: dict[object, Run] = {}
+        """The runs of charts and tables: a model fine-tuned at several targets counts as one."""
+        merged: dict[object, Run] = {}
         for run in self.runs:
             method = run.result.method
             base, tuned, _ = method.partition(FINETUNE)
             key = (base, DISTILLED in method) if tuned else id(run)
-            if key in found and not found[key].rows.keys() & run.rows.keys():
-                label = run.result.title.rpartition(" at ")[0] or found[key].label
-                rows = {**found[key].rows, **run.rows}
-                found[key] = replace(found[key], label=label, rows=rows)
+            if key in merged and not merged[key].rows.keys() & run.rows.keys():
+                label = run.result.title.rpartition(" at ")[0] or merged[key].label
+                rows = {**merged[key].rows, **run.rows}
+                merged[key] = replace(merged[key], label=label, rows=rows)
             else:
-                found[key if key not in found else id(run)] = run
-        return list(found.values())
+                merged[key if key not in merged else id(run)] = run
+        return list(merged.values())
 
 
 def group_runs(results: Sequence[Result]) -> list[Group]:
@@ -115,11 +124,16 @@ def group_runs(results: Sequence[Result]) -> list[Group]:
     groups, styles = [], dict[str, int]()
     for (task, model), members in together.items():
         runs = [
-            Run(one, label, styles.setdefault(label, len(styles)), summary.dense(one), rows)
-            for one, label in zip(members, summary.labels(members), strict=True)
-            for rows in [summary.summaries(one)]
+            Run(
+                result,
+                label,
+                styles.setdefault(label, len(styles)),
+                summary.dense(result),
+                summary.summaries(result),
+            )
+            for result, label in zip(members, summary.labels(members), strict=True)
         ]
-        data = ", ".join(dict.fromkeys(one.data for one in members))
+        data = ", ".join(dict.fromkeys(result.data for result in members))
         data = "" if data == task else data  # which the heading says already
         targets = summary.sort_operators(operator for run in runs for operator in run.rows)
         groups.append(Group(f"{task} / {model}", data, runs, targets))
@@ -131,3 +145,210 @@ def _text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value))
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# The page
+
+
+def runs_page(
+    results: Sequence[Result],
+    *,
+    title: str = "One training, every size",
+    logs: Sequence[Log] = (),
+    benches: Sequence[Bench] = (),
+) -> str:
+    """Renders the page.
+
+    Args:
+        results: Results, at least one; those of one task and model share a chart and a table.
+        title: Heading of the page.
+        logs: Logs of runs whose results these are; their curves have the same names and styles.
+        benches: Benchmarks of runs, shown in a section of their own.
+
+    Raises:
+        ValueError: If there are no results, or a record of a log has no epoch.
+    """
+    if not results:
+        raise ValueError("no results: a page needs at least one")
+    groups = group_runs(results)
+    charts = [accuracy_chart(group.shown) for group in groups]
+    if logs:
+        charts.append(training_chart([_curve(log, results, groups, logs) for log in logs]))
+    bench_sections, bench_charts = sections(benches, len(charts))
+    values = {
+        "title": title,
+        "groups": groups,
+        "charts": [*charts, *bench_charts],
+        "logs": bool(logs),
+        "benches": bench_sections,
+        "noticeable": NOTICEABLE,
+        "repeated": [over for over in dict.fromkeys(map(summary.repeated, results)) if over],
+    }
+    environment = Environment(
+        loader=PackageLoader("torchcram.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(percent=percent, points=points, duration=summary.duration)
+    return environment.get_template("runs.html.j2").render(values)
+
+
+# Its charts
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The log of a run, and the name and the number of the style that it is shown by."""
+
+    name: str
+    style: int
+    records: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """A value of the log: its name, its axis, the factor to its unit, and its format."""
+
+    name: str
+    axis: str
+    factor: float = 1
+    written: str = "{:.4f}"
+
+
+def _metrics(measured: str) -> dict[str, _Metric]:
+    """Returns what is shown of records, by key; `measured` is the metric of the task."""
+    share = "{:.2f} %"
+    return {
+        "accuracy": _Metric(measured, f"test {measured}, %", 100, share),
+        "compressed_accuracy": _Metric(
+            f"compressed {measured}", f"test {measured} when compressed, %", 100, share
+        ),
+        "loss": _Metric("loss", "training loss at the weights"),
+        "compressed_loss": _Metric("compressed loss", "training loss at the compressed weights"),
+        "lr": _Metric("lr", "learning rate", written="{:.4g}"),
+    }
+
+
+def accuracy_chart(runs: Sequence[Run]) -> Chart:
+    """Returns the metric, after tuning if any, against sparsity, and its change from dense.
+
+    Only targets of global sparsity, and of uniform sparsity for language models, where all layers
+    are alike: the others are not comparable along one axis.
+    """
+    metric = " or ".join(dict.fromkeys(run.result.metric for run in runs))
+    after = " after BNT" if any(summary.tuned(run.result) for run in runs) else ""
+    return {
+        "x": {"label": "weights set to zero in one shot, %", "min": 0, "max": 100, "least": 0},
+        "views": [
+            {"name": metric, "label": f"test {metric}{after}, %", "floor": None},
+            {"name": "change from dense", "label": "change from dense, points", "floor": FLOOR},
+        ],
+        "series": [{"name": run.label, "style": run.style, "points": _points(run)} for run in runs],
+    }
+
+
+def _points(run: Run) -> list[Point]:
+    """Returns the dense model and the pruned ones."""
+    shown = [
+        make_point(
+            0,
+            [100 * run.dense.mean, 0],
+            {"operator": "dense", run.result.metric: f"{run.dense} %"},
+            std=[100 * (run.dense.std or 0), 0],
+        )
+    ]
+    pruned = [row for row in run.rows.values() if summary.on_the_axis(run.result, row.operator)]
+    for row in sorted(pruned, key=lambda row: row.sparsity):
+        measured = {run.result.metric: f"{row.after} %"}
+        if summary.tuned(run.result):
+            before = f"{percent(row.before.mean)} %"
+            measured = {"before BNT": before, "after BNT": f"{row.after} %"}
+        text = {
+            "operator": row.operator,
+            **measured,
+            "change from dense": points(row.change.mean),
+        }
+        shown.append(
+            make_point(
+                100 * row.sparsity,
+                [100 * row.after.mean, 100 * row.change.mean],
+                text,
+                std=[100 * (row.after.std or 0), 100 * (row.change.std or 0)],
+            )
+        )
+    return shown
+
+
+def training_chart(curves: Sequence[Curve]) -> Chart:
+    """Returns what was logged, by epoch."""
+    # a run that was killed and went on may have logged an epoch twice: the later counts
+    by_epoch = [_by_epoch(curve) for curve in curves]
+    records = [record for logged in by_epoch for record in logged.values()]
+    measured = " or ".join(dict.fromkeys(_measured(record) for record in records))
+    shown = {
+        key: metric
+        for key, metric in _metrics(measured).items()
+        if any(_number(record, key, metric) is not None for record in records)
+    }
+    last = max((epoch for logged in by_epoch for epoch in logged), default=1)
+    return {
+        "x": {"label": "epoch", "min": 0, "max": max(last, 1), "least": 1},
+        "views": [
+            {"name": metric.name, "label": metric.axis, "floor": None} for metric in shown.values()
+        ],
+        "series": [
+            {
+                "name": curve.name,
+                "style": curve.style,
+                "points": [_epoch_point(epoch, logged[epoch], shown) for epoch in sorted(logged)],
+            }
+            for curve, logged in zip(curves, by_epoch, strict=True)
+        ],
+    }
+
+
+def _curve(
+    log: Log, results: Sequence[Result], groups: Sequence[Group], logs: Sequence[Log]
+) -> Curve:
+    group, run = next(
+        (group, run) for group in groups for run in group.runs if run.result is results[log.result]
+    )
+    name = f"{group.name}: {run.label}" if len(groups) > 1 else run.label
+    if [other.result for other in logs].count(log.result) > 1:
+        name += f", seed {log.seed}"
+    return Curve(name, run.style, log.records)
+
+
+def _by_epoch(curve: Curve) -> dict[int, Mapping[str, Any]]:
+    logged = {}
+    for index, record in enumerate(curve.records):
+        epoch = record.get("epoch")
+        if not isinstance(epoch, int):
+            raise ValueError(f"{curve.name}: record {index} of the log has epoch={epoch!r}")
+        logged[epoch] = record
+    return logged
+
+
+def _epoch_point(epoch: int, record: Mapping[str, Any], shown: Mapping[str, _Metric]) -> Point:
+    values = {key: _number(record, key, metric) for key, metric in shown.items()}
+    named = _metrics(_measured(record))
+    text = {"epoch": str(epoch)}
+    for key, value in values.items():
+        if value is not None:
+            text[named[key].name] = named[key].written.format(value)
+    return make_point(epoch, list(values.values()), text)
+
+
+def _measured(record: Mapping[str, Any]) -> str:
+    return str(record.get("metric", ACCURACY))
+
+
+def _number(record: Mapping[str, Any], key: str, metric: _Metric) -> float | None:
+    """Returns a value in the unit of its axis; None where it is missing or not finite."""
+    value = record.get(key)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return metric.factor * value

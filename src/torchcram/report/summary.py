@@ -9,11 +9,11 @@ from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operat
 from torchcram.experiments.evaluation.results import Result, TargetResult, mean, std
 from torchcram.experiments.io.dict_diff import flat
 from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
-from torchcram.report import table
 
-DIGITS = 2  # of percentages: of ten thousand test images every one shows
-_KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # the order in tables
-_PRUNERS = (Obs, Wanda, SparseGPT)  # after them, each in the order of its patterns
+DIGITS = 2  # of percentages: enough to show one test image in ten thousand
+NOTICEABLE = 0.05  # tables set a larger loss of accuracy in bold red
+_KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # in the order of tables
+_PRUNERS = (Obs, Wanda, SparseGPT)  # after the operators, each in the order of its patterns
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class TargetSummary:
     """A target over the seeds.
 
     Attributes:
-        operator: of the target, as text.
-        sparsity: mean over the compressible weights.
-        model_sparsity: mean over all parameters.
-        before: accuracy as compressed.
-        after: accuracy after batch-norm tuning. Its spread is that of the seeds, and with one seed
+        operator: Operator of the target, as text.
+        sparsity: Mean fraction of zeros in the compressible weights.
+        model_sparsity: Mean fraction of zeros in all parameters.
+        before: Accuracy as compressed.
+        after: Accuracy after batch-norm tuning. Its spread is that of the seeds, and with one seed
             that of the calibration sets.
-        change: difference of `after` from the accuracy of the same model dense.
+        change: Difference of `after` from the accuracy of the same model dense.
     """
 
     operator: str
@@ -50,13 +50,14 @@ class TargetSummary:
 
 
 def percent(fraction: float) -> str:
-    """Writes 0.98765 as 98.77."""
-    return table.percent(fraction, DIGITS)
+    """Formats a fraction in percent: 0.98765 as 98.77."""
+    return f"{100 * fraction:.{DIGITS}f}"
 
 
 def points(change: float) -> str:
-    """Writes a change of accuracy as signed percentage points: -1.23, +0.30, 0.00."""
-    return table.points(change, DIGITS)
+    """Formats a change of accuracy as signed percentage points: -1.23, +0.30, 0.00."""
+    rounded = round(100 * change, DIGITS)
+    return f"{rounded:+.{DIGITS}f}" if rounded else f"{0:.{DIGITS}f}"
 
 
 def counted(count: int, thing: str) -> str:
@@ -76,25 +77,25 @@ def spread(values: Sequence[float]) -> MeanStd:
 
 def dense(result: Result) -> MeanStd:
     """Returns the accuracy of the uncompressed models."""
-    return spread([one.dense for one in result.seeds])
+    return spread([seed.dense for seed in result.seeds])
 
 
 def summaries(result: Result) -> dict[str, TargetSummary]:
     """Returns all targets of a result by their operators, in the order of `sort_operators`."""
-    found: dict[str, list[tuple[float, TargetResult]]] = {}
-    for one in result.seeds:
-        for target in one.targets:
-            found.setdefault(target.operator, []).append((one.dense, target))
-    return {operator: _summary(found[operator]) for operator in sort_operators(found)}
+    measured: dict[str, list[tuple[float, TargetResult]]] = {}
+    for seed in result.seeds:
+        for target in seed.targets:
+            measured.setdefault(target.operator, []).append((seed.dense, target))
+    return {operator: _summary(measured[operator]) for operator in sort_operators(measured)}
 
 
 def sort_operators(operators: Iterable[str]) -> list[str]:
-    """Drops repetitions; puts kinds together and sparsities in order."""
-    return sorted(dict.fromkeys(operators), key=_place)
+    """Returns operators without repetitions, grouped by kind, their sparsities in order."""
+    return sorted(dict.fromkeys(operators), key=_sort_key)
 
 
 def is_operator(text: str) -> bool:
-    """Says whether a text is that of an operator or a pruner."""
+    """Returns whether a text is that of an operator or a pruner."""
     try:
         parse_pruner(text)
     except ValueError:
@@ -103,7 +104,7 @@ def is_operator(text: str) -> bool:
 
 
 def global_sparsity(operator: str) -> bool:
-    """Says whether an operator prunes by magnitude over the whole model, and nothing else."""
+    """Returns whether an operator prunes by magnitude over the whole model, and nothing else."""
     try:
         return isinstance(parse_operator(operator), GlobalTopK)
     except ValueError:
@@ -111,7 +112,7 @@ def global_sparsity(operator: str) -> bool:
 
 
 def on_the_axis(result: Result, operator: str) -> bool:
-    """Says whether a target is comparable with others by its sparsity alone."""
+    """Returns whether a target is comparable with others by its sparsity alone."""
     if tuned(result):
         return global_sparsity(operator)
     try:
@@ -126,17 +127,17 @@ def epochs(result: Result) -> str:
 
 
 def tuned(result: Result) -> bool:
-    """Says whether batch norm was tuned after compression; not in a language model."""
+    """Returns whether batch norm was tuned after compression; language models have none."""
     return result.recipe.get("text") is None
 
 
 def minutes(result: Result) -> float:
     """Returns the minutes that a training took, the mean over the seeds."""
-    return mean([one.seconds for one in result.seeds]) / 60
+    return mean([seed.seconds for seed in result.seeds]) / 60
 
 
 def repeated(result: Result) -> str:
-    """Returns over what a spread was taken, in words; nothing where there is none."""
+    """Returns what a spread was taken over, in words; nothing where there is no spread."""
     if len(result.seeds) > 1:
         return f"{len(result.seeds)} seeds"
     trials = max((target.trials for target in result.seeds[0].targets), default=1)
@@ -146,33 +147,34 @@ def repeated(result: Result) -> str:
 def labels(results: Sequence[Result]) -> list[str]:
     """Names results by their titles and, where these are the same, by what sets them apart."""
     settings = [flat(result.recipe) for result in results]
-    named = _told_apart(results, settings)
-    if len({*named}) < len(named):
-        seeds = [", ".join(str(one.seed) for one in result.seeds) for result in results]
-        named = _told_apart(
-            results, [{**one, "seed": seed} for one, seed in zip(settings, seeds, strict=True)]
-        )
+    names = _distinct_names(results, settings)
+    if len({*names}) < len(names):
+        seeds = [", ".join(str(seed.seed) for seed in result.seeds) for result in results]
+        seeded = [{**values, "seed": seed} for values, seed in zip(settings, seeds, strict=True)]
+        names = _distinct_names(results, seeded)
     return [
-        name if named.count(name) == 1 else f"{name} #{named[: place + 1].count(name)}"
-        for place, name in enumerate(named)
+        name if names.count(name) == 1 else f"{name} #{names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
     ]
 
 
-def _told_apart(results: Sequence[Result], settings: Sequence[Mapping[str, object]]) -> list[str]:
-    named = []
-    for result, mine in zip(results, settings, strict=True):
+def _distinct_names(
+    results: Sequence[Result], settings: Sequence[Mapping[str, object]]
+) -> list[str]:
+    names = []
+    for result, own in zip(results, settings, strict=True):
         alike = [s for r, s in zip(results, settings, strict=True) if r.title == result.title]
-        keys = dict.fromkeys(key for one in alike for key in one if key != "title")
-        apart = [key for key in keys if any(one.get(key) != mine.get(key) for one in alike)]
-        said = ", ".join(f"{key}={mine.get(key)}" for key in apart)
-        named.append(f"{result.title} ({said})" if said else result.title)
-    return named
+        keys = dict.fromkeys(key for other in alike for key in other if key != "title")
+        differing = [key for key in keys if any(other.get(key) != own.get(key) for other in alike)]
+        details = ", ".join(f"{key}={own.get(key)}" for key in differing)
+        names.append(f"{result.title} ({details})" if details else result.title)
+    return names
 
 
-def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
-    targets = [target for _, target in found]
+def _summary(measured: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
+    targets = [target for _, target in measured]
     after = spread([target.after for target in targets])
-    change = spread([target.after - dense for dense, target in found])
+    change = spread([target.after - dense for dense, target in measured])
     if len(targets) == 1:
         after = MeanStd(after.mean, targets[0].after_std)
         change = MeanStd(change.mean, targets[0].after_std)
@@ -186,8 +188,8 @@ def _summary(found: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
     )
 
 
-def _place(text: str) -> tuple[int, int, float]:
-    """Returns the places of the pruner, of the kind of operator and of its sparsity."""
+def _sort_key(text: str) -> tuple[int, int, float]:
+    """Returns the ranks of the pruner and of the kind of operator, and the sparsity."""
     try:
         operator = parse_pruner(text)
     except ValueError:

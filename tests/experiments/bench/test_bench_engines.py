@@ -6,18 +6,19 @@ import torch
 from torch import nn
 
 from torchcram import compress, compressible_weights, parse_operator, runtime
-from torchcram.experiments.bench.cases import Case
+from torchcram.experiments.bench.candidates import Candidate
 from torchcram.experiments.bench.engines import (
     CPU_ENGINES,
     DEFAULT,
-    Ready,
+    GPU_ENGINES,
+    PreparedRun,
     UnableError,
     check_engines,
     cpu_engines,
+    gpu_engines,
 )
-from torchcram.experiments.bench.files import Files
-from torchcram.experiments.bench.gpu_engines import GPU_ENGINES, gpu_engines
-from torchcram.experiments.bench.side_by_side import difference, timings_of
+from torchcram.experiments.bench.run import Files
+from torchcram.experiments.bench.timer import difference, timings_of
 
 IMAGES = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -29,15 +30,15 @@ def _no_compiler(request, monkeypatch):
         monkeypatch.setattr(torch, "compile", lambda model, **_: model)
 
 
-def case(target="dense"):
+def candidate(target="dense"):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
     ).eval()
     if target == "dense":
-        return Case(target, model, None, compressible_weights(model), None)
+        return Candidate(target, model, None, compressible_weights(model), None)
     small = compress(model, target)
-    return Case(target, small, parse_operator(target), compressible_weights(small), None)
+    return Candidate(target, small, parse_operator(target), compressible_weights(small), None)
 
 
 @pytest.mark.parametrize("target", ["dense", "global:0.9", "global:0.5+int4"])
@@ -45,13 +46,13 @@ def case(target="dense"):
 def test_every_engine_computes_what_torch_does(name, target, tmp_path):
     if name == "onnxruntime":
         pytest.importorskip("onnxruntime")
-    one = case(target)
+    one = candidate(target)
     (engine,) = cpu_engines([name], Files(tmp_path).onnx)
     assert engine.name == name
     before = copy.deepcopy(one.model.state_dict())
-    ready = engine.prepare(one, IMAGES, 1)
+    prepared = engine.prepare(one, IMAGES, 1)
     with torch.no_grad():
-        assert difference(one.model(IMAGES), ready.run()) < 1e-5
+        assert difference(one.model(IMAGES), prepared.run()) < 1e-5
     after = one.model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
@@ -59,7 +60,7 @@ def test_every_engine_computes_what_torch_does(name, target, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["compiled", "torchcram-compiled"])
 def test_compiled_code_computes_what_torch_does(name, tmp_path):
-    one = case("global:0.9")
+    one = candidate("global:0.9")
     (engine,) = cpu_engines([name], Files(tmp_path).onnx)
     with torch.no_grad():
         assert difference(one.model(IMAGES), engine.prepare(one, IMAGES, 1).run()) < 1e-5
@@ -69,7 +70,7 @@ def test_code_is_compiled_for_the_threads_in_use(monkeypatch, tmp_path):
     heard = []
     monkeypatch.setattr(torch, "compile", lambda model, **o: heard.append(o) or model)
     (engine,) = cpu_engines(["compiled"], Files(tmp_path).onnx)
-    engine.prepare(case(), IMAGES, 3)
+    engine.prepare(candidate(), IMAGES, 3)
     assert heard == [{"dynamic": False, "options": {"cpp.threads": 3}}]
 
 
@@ -85,18 +86,18 @@ def test_onnx_runtime_has_the_threads_and_the_inputs(monkeypatch, tmp_path):
 
     (engine,) = cpu_engines(["onnxruntime"], Files(tmp_path).onnx)
     files = Files(tmp_path)
-    path = files.onnx(case(), IMAGES)
+    path = files.onnx(candidate(), IMAGES)
     monkeypatch.setattr(onnxruntime, "InferenceSession", look)
-    type(engine)(lambda *_: path).prepare(case(), IMAGES, 3)
+    type(engine)(lambda *_: path).prepare(candidate(), IMAGES, 3)
     assert made == [(3, 1)]
     assert stops == ["1"]  # or its threads would take the time of the next engine
 
 
 def test_the_runtime_says_what_it_did(monkeypatch, tmp_path):
     (engine,) = cpu_engines(["torchcram"], Files(tmp_path).onnx)
-    assert engine.prepare(case("global:0.9"), IMAGES, 1).note.endswith("of 2 layers sparse")
+    assert engine.prepare(candidate("global:0.9"), IMAGES, 1).note.endswith("of 2 layers sparse")
     monkeypatch.setattr(runtime, "available", lambda: False)
-    assert "no kernels" in engine.prepare(case("global:0.9"), IMAGES, 1).note
+    assert "no kernels" in engine.prepare(candidate("global:0.9"), IMAGES, 1).note
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
@@ -110,7 +111,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", without)
     (engine,) = cpu_engines(["onnxruntime"], Files(tmp_path).onnx)
     with pytest.raises(UnableError, match=r"onnxruntime is missing: pip install .torchcram\[ex"):
-        engine.prepare(case(), IMAGES, 1)
+        engine.prepare(candidate(), IMAGES, 1)
 
 
 class Odd(nn.Module):
@@ -130,7 +131,7 @@ class Odd(nn.Module):
 def test_why_there_is_no_onnx_file_is_said_and_found_once(tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     odd = Odd().eval()
-    one = Case("dense", odd, None, compressible_weights(odd), None)
+    one = Candidate("dense", odd, None, compressible_weights(odd), None)
     files = Files(tmp_path)
     with pytest.raises(UnableError, match="Odd cannot be exported") as first:
         files.onnx(one, IMAGES)
@@ -142,15 +143,15 @@ def test_why_there_is_no_onnx_file_is_said_and_found_once(tmp_path, monkeypatch)
 
 def test_an_onnx_file_is_for_any_number_of_inputs_of_a_shape(tmp_path):
     pytest.importorskip("onnxruntime")
-    files, one = Files(tmp_path), case("global:0.5+int4")
+    files, one = Files(tmp_path), candidate("global:0.5+int4")
     path = files.onnx(one, IMAGES)
     assert files.onnx(one, IMAGES[:1]) == path
-    assert files.onnx(case("global:0.5"), IMAGES) != path
+    assert files.onnx(candidate("global:0.5"), IMAGES) != path
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_sizes_are_those_of_files_which_are_gone(tmp_path):
-    dense, small = case(), case("global:0.9")
+    dense, small = candidate(), candidate("global:0.9")
     files = Files(tmp_path)
     assert files.plain_bytes(dense) == files.plain_bytes(small)
     assert files.compact_bytes(small) < files.compact_bytes(dense)
@@ -163,12 +164,12 @@ class Fake:
     def __init__(self, run):
         self.run = run
 
-    def prepare(self, case, example, threads):  # noqa: ARG002
-        return Ready(lambda: self.run(case.model, example), "as it is")
+    def prepare(self, candidate, example, threads):  # noqa: ARG002
+        return PreparedRun(lambda: self.run(candidate.model, example), "as it is")
 
 
 def timed(*engines):
-    return timings_of([case()], engines, IMAGES, threads=1, setting=4, rounds=1, seconds=None)
+    return timings_of([candidate()], engines, IMAGES, threads=1, setting=4, rounds=1, seconds=None)
 
 
 @torch.no_grad()
@@ -201,7 +202,7 @@ def test_threads_are_set_meanwhile_and_put_back():
     seen = []
     before = torch.get_num_threads()
     engine = Fake(lambda model, x: seen.append(torch.get_num_threads()) or model(x).detach())
-    timings_of([case()], [engine], IMAGES, threads=2, setting=0, rounds=1, seconds=None)
+    timings_of([candidate()], [engine], IMAGES, threads=2, setting=0, rounds=1, seconds=None)
     assert set(seen) == {2}
     assert torch.get_num_threads() == before
 
@@ -220,7 +221,7 @@ def test_infinite_outputs_are_to_be_in_the_same_places():
     [
         ([], "no engine: allowed are torch, "),
         (["torsh"], r"engine 'torsh' \(did you mean 'torch'\?\): allowed are torch, comp"),
-        (["torch", "torch"], "'torch' comes twice"),
+        (["torch", "torch"], "'torch' is named twice"),
     ],
 )
 def test_bad_engines_are_refused(names, said):
@@ -241,7 +242,7 @@ def test_gpu_engines_compute_what_torch_does(target):
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).eval()
     small = model if target == "dense" else compress(model, target)
     operator = None if target == "dense" else parse_operator(target)
-    one = Case(target, small, operator, compressible_weights(small), None)
+    one = Candidate(target, small, operator, compressible_weights(small), None)
     x = torch.randn(64, 256)
     for engine in gpu_engines(GPU_ENGINES, torch.device("cuda")):
         with torch.no_grad():

@@ -3,7 +3,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from bench_samples import bench, subject, times
+from bench_samples import bench, model_record, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,8 +52,8 @@ def test_names_of_engines_and_settings():
     ("changes", "said"),
     [
         ({"subjects": ()}, "the dense model first"),
-        ({"subjects": (subject("int4", 0.5, 9),)}, "the dense model first"),
-        ({"subjects": (subject("dense", 0.5, 9),) * 2}, "every target once"),
+        ({"subjects": (model_record("int4", 0.5, 9),)}, "the dense model first"),
+        ({"subjects": (model_record("dense", 0.5, 9),) * 2}, "every target once"),
         ({"timings": (Timing("int3", "torch", 0, None),)}, "known ones"),
         ({"timings": (Timing("int4", "torch", 2, None),)}, "known ones"),
         ({"timings": (Timing("int4", "torch", 0, None),) * 2}, "each once"),
@@ -70,10 +70,10 @@ def test_what_does_not_fit_together_is_refused(changes, said):
         (lambda: Times(1, 2, 3, 4), "between low and high"),
         (lambda: Times(0, 0, 0, 4), "above 0"),
         (lambda: times(1, rounds=0), "at least 1"),
-        (lambda: subject("dense", 1.5, 9), "accuracy"),
-        (lambda: subject("dense", 0.5, 0), "compact_bytes"),
-        (lambda: subject(" ", 0.5, 9), "target"),
-        (lambda: subject("dense", 0.5, 9, sparsity=2.0), "sparsity"),
+        (lambda: model_record("dense", 1.5, 9), "accuracy"),
+        (lambda: model_record("dense", 0.5, 0), "compact_bytes"),
+        (lambda: model_record(" ", 0.5, 9), "target"),
+        (lambda: model_record("dense", 0.5, 9, sparsity=2.0), "sparsity"),
     ],
 )
 def test_impossible_numbers_are_refused(make, said):

@@ -4,19 +4,18 @@ from runs import CPU
 
 from torchcram import compress
 from torchcram.experiments.bench import run as module
-from torchcram.experiments.bench.cases import Case
-from torchcram.experiments.bench.example import example_batch
-from torchcram.experiments.bench.run import Plan, run_bench
+from torchcram.experiments.bench.candidates import Candidate
+from torchcram.experiments.bench.run import Plan, example_batch, run_bench
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.pruners import parse_pruner
 
 
-def cases(model, recipe, *targets):
-    found = [Case("dense", model, None, target_weights(recipe, model), 0.5)]
+def candidates(model, recipe, *targets):
+    found = [Candidate("dense", model, None, target_weights(recipe, model), 0.5)]
     for target in targets:
         small = compress(model, target, weights=target_weights(recipe, model))
         weights = target_weights(recipe, small)
-        found.append(Case(target, small, parse_pruner(target), weights, 0.25))
+        found.append(Candidate(target, small, parse_pruner(target), weights, 0.25))
     return found
 
 
@@ -32,7 +31,7 @@ def measured(found, recipe, data, folder, *engines, batches=(1, 2), threads=(1,)
 def test_every_engine_runs_every_model_in_every_setting(trained, data, tmp_path):
     pytest.importorskip("onnxruntime")
     one = trained[1]
-    found = cases(one.model, one.recipe, "global:0.9", "int4")
+    found = candidates(one.model, one.recipe, "global:0.9", "int4")
     engines = ("torch", "onnxruntime", "torchcram")
     result, said = measured(found, one.recipe, data, tmp_path, *engines, threads=(1, 2))
     settings = [(one.batch, one.threads, one.shape) for one in result.settings]
@@ -92,7 +91,7 @@ def test_rounds_that_are_asked_for_are_not_cut_short(
     seen, one = [], trained[1]
     monkeypatch.setattr(module, "timings_of", lambda *_, **options: seen.append(options) or [])
     run_bench(
-        cases(one.model, one.recipe),
+        candidates(one.model, one.recipe),
         one.recipe,
         data,
         plan=Plan(("torch",), (1,), (1,), rounds),

@@ -6,10 +6,9 @@ from runs import CPU
 from tiny_texts import glue_folder, squad_folder
 
 from torchcram import compress
-from torchcram.experiments.bench.cases import Case
-from torchcram.experiments.bench.example import example_batch
+from torchcram.experiments.bench.candidates import Candidate
 from torchcram.experiments.bench.record import read_bench
-from torchcram.experiments.bench.run import Plan, run_bench
+from torchcram.experiments.bench.run import Plan, example_batch, run_bench
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.build import build_initial_model, target_weights
@@ -35,13 +34,13 @@ def test_texts_are_real_ones_of_middle_length(task, tiny, tmp_path):
     whole = example_batch(recipe, data, len(data.test))
     assert whole.shape[2] == int(lengths.max())
     model = build_initial_model(recipe, classes=2, seed=0, pretrained=False).eval()
-    cases = [Case("dense", model, None, target_weights(recipe, model), None)]
+    candidates = [Candidate("dense", model, None, target_weights(recipe, model), None)]
     for target in ("uniform:0.8", "uniform:0.8+int8"):
         small = compress(model, target, weights=target_weights(recipe, model))
         weights = target_weights(recipe, small)
-        cases.append(Case(target, small, parse_pruner(target), weights, None))
+        candidates.append(Candidate(target, small, parse_pruner(target), weights, None))
     result = run_bench(
-        cases,
+        candidates,
         recipe,
         data,
         plan=Plan(("torch", "onnxruntime", "torchcram"), (1, 2), (1,), rounds=1),

@@ -132,7 +132,7 @@ def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
     done = succeed(*tuned(finished, questions, "grid", *words, at="obs:m8:r2@uniform:0.7"))
     folders = [Path("grid", f"train.label_smoothing={one}") for one in ("0", "0.2")]
     assert f"run: {folders[1]}" in done.stdout
-    assert "F1 in % on what was held out" in done.stdout
+    assert "F1 in % on the held-out samples" in done.stdout
     assert made == [18]  # once for both, and not of the twenty
     starts = [load_file(one / "start.safetensors")[QUERY] for one in folders]
     assert starts[0].equal(starts[1])

@@ -1,1 +1,1 @@
-"""Compressed models side by side: how large their files are, how good and how fast they are."""
+"""Benchmarks of compressed models: accuracy, file sizes and speed, side by side."""

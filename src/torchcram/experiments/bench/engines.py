@@ -1,7 +1,8 @@
-"""What runs a model on the CPU: torch, compiled torch, ONNX Runtime, the runtime of torchcram."""
+"""Engines that run a model: torch, compiled torch, ONNX Runtime and the torchcram runtimes."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,21 +17,28 @@ from torchcram.experiments.io.dataclass_io import did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchcram.experiments.bench.cases import Case
-    from torchcram.experiments.bench.rounds import Work
+    from torchcram.experiments.bench.candidates import Candidate
+
+CPU_ENGINES = ("torch", "compiled", "onnxruntime", "torchcram", "torchcram-compiled")
+DEFAULT = CPU_ENGINES[:4]
+GPU_ENGINES = ("torch", "compiled", "torchcram")
+DTYPE = torch.bfloat16  # on a GPU
+
+Work = Callable[[], object]
+"""Computes something, and returns when it is done."""
 
 
 class UnableError(Exception):
-    """An engine cannot run a model; the text says why."""
+    """An engine cannot run a model; the message is the reason."""
 
 
 @dataclass(frozen=True)
-class Ready:
-    """An engine that can run a model.
+class PreparedRun:
+    """A model that an engine has prepared to run.
 
     Attributes:
-        run: computes the outputs, and returns when it has them.
-        note: what there is to say.
+        run: Function that computes the outputs, and returns when they are there.
+        note: Remark for the table.
     """
 
     run: Work
@@ -38,17 +46,22 @@ class Ready:
 
 
 class Engine(Protocol):
-    """Makes models ready to run."""
+    """Something that prepares models to run."""
 
     @property
     def name(self) -> str:
-        """Of the engine."""
+        """Name of the engine."""
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
-        """Returns how to run a model on the example, by so many threads; torch has these already.
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
+        """Prepares a model to run on the example.
+
+        Args:
+            candidate: Model to run; it stays unchanged.
+            example: Inputs, on the CPU.
+            threads: Number of threads, which torch has been set to already.
 
         Raises:
-            UnableError: if it cannot.
+            UnableError: If the engine cannot run the model.
         """
 
 
@@ -58,20 +71,20 @@ class Torch:
 
     name: str = "torch"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:  # noqa: ARG002
-        """Takes the model as it is."""
-        return Ready(_inference(case.model, example))
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
+        """Runs the model as it is."""
+        return PreparedRun(_inference(candidate.model, example))
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """torch.compile with inductor, for the shape and the threads in use."""
+    """torch.compile with inductor, for the shape and the number of threads in use."""
 
     name: str = "compiled"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Compiles the model and runs it once."""
-        return Ready(_compiled(case.model, example, threads))
+        return PreparedRun(_compiled(candidate.model, example, threads))
 
 
 @dataclass(frozen=True)
@@ -79,13 +92,14 @@ class OnnxRuntime:
     """ONNX Runtime on the CPU.
 
     Attributes:
-        file: gives the ONNX file of a model for inputs of a shape; raises UnableError.
+        file: Function that returns the ONNX file of a model for inputs of a shape, or raises
+            UnableError.
     """
 
-    file: Callable[[Case, Tensor], Path]
+    file: Callable[[Candidate, Tensor], Path]
     name: str = "onnxruntime"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Loads the file."""
         try:
             import onnxruntime
@@ -96,51 +110,51 @@ class OnnxRuntime:
         options.log_severity_level = 3  # errors only
         # integers become floats when the file is loaded, rather than in every run
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        # its threads would go on spinning in the turn of whoever comes next
+        # its threads would go on spinning while the next engine is timed
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
-            self.file(case, example), options, providers=["CPUExecutionProvider"]
+            self.file(candidate, example), options, providers=["CPUExecutionProvider"]
         )
-        given = {session.get_inputs()[0].name: example.numpy()}
-        return Ready(lambda: session.run(None, given)[0])
+        inputs = {session.get_inputs()[0].name: example.numpy()}
+        return PreparedRun(lambda: session.run(None, inputs)[0])
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Sparse kernels where they pay, `torchcram.runtime.prepare`.
+    """Sparse CPU kernels where they are faster, by `torchcram.runtime.prepare`.
 
     Attributes:
-        compiled: whether the rest of the model is compiled around them.
+        compiled: Whether the rest of the model is compiled around them.
     """
 
     compiled: bool = False
 
     @property
     def name(self) -> str:
-        """Of the engine."""
+        """Name of the engine."""
         return "torchcram-compiled" if self.compiled else "torchcram"
 
-    def prepare(self, case: Case, example: Tensor, threads: int) -> Ready:
-        """Measures every layer, and exchanges those that get faster."""
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
+        """Times every layer, and replaces those that get faster."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are no kernels, the note says
+            warnings.simplefilter("ignore")  # the note says that there are no kernels
             built = runtime.available()
-        fast = runtime.prepare(case.model, example)
+        fast = runtime.prepare(candidate.model, example)
         layers = runtime.report(fast)
-        sparse = sum(one.sparse for one in layers)
+        sparse = sum(layer.sparse for layer in layers)
         note = f"{sparse} of {len(layers)} layers sparse"
         if not built:
             note = "no kernels on this machine, all layers dense"
         run = _compiled(fast, example, threads) if self.compiled else _inference(fast, example)
-        return Ready(run, note)
+        return PreparedRun(run, note)
 
 
-def cpu_engines(names: Sequence[str], file: Callable[[Case, Tensor], Path]) -> list[Engine]:
+def cpu_engines(names: Sequence[str], file: Callable[[Candidate, Tensor], Path]) -> list[Engine]:
     """Returns engines by their names.
 
     Args:
-        names: of `CPU_ENGINES`.
-        file: as `OnnxRuntime` wants it.
+        names: Names out of `CPU_ENGINES`.
+        file: Function that returns ONNX files, as in `OnnxRuntime`.
     """
     every: list[Engine] = [
         Torch(),
@@ -153,18 +167,14 @@ def cpu_engines(names: Sequence[str], file: Callable[[Case, Tensor], Path]) -> l
     return [known[name] for name in names]
 
 
-CPU_ENGINES = ("torch", "compiled", "onnxruntime", "torchcram", "torchcram-compiled")
-DEFAULT = CPU_ENGINES[:4]
-
-
 def check_engines(names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raises ValueError for an engine that there is not, or that comes twice."""
-    for place, name in enumerate(names):
+    """Raises ValueError for an unknown engine, or one that is named twice."""
+    for index, name in enumerate(names):
         if name not in allowed:
             maybe = did_you_mean(name, allowed)
             raise ValueError(f"engine {name!r}{maybe}: allowed are {', '.join(allowed)}")
-        if name in names[:place]:
-            raise ValueError(f"engine {name!r} comes twice")
+        if name in names[:index]:
+            raise ValueError(f"engine {name!r} is named twice")
     if not names:
         raise ValueError(f"no engine: allowed are {', '.join(allowed)}")
 
@@ -186,4 +196,85 @@ def _compiled(model: nn.Module, example: Tensor, threads: int) -> Work:
         return faster(example)
 
     run()
+    return run
+
+
+@dataclass(frozen=True)
+class GpuTorch:
+    """Eager torch on a GPU, in bfloat16."""
+
+    device: torch.device
+    name: str = "torch"
+
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
+        """Runs a copy of the model."""
+        return PreparedRun(
+            _waiting(_moved(candidate.model, self.device), _fed(example, self.device))
+        )
+
+
+@dataclass(frozen=True)
+class GpuCompiled:
+    """torch.compile with inductor on a GPU, in bfloat16."""
+
+    device: torch.device
+    name: str = "compiled"
+
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
+        """Compiles a copy of the model and runs it once."""
+        faster = torch.compile(_moved(candidate.model, self.device), dynamic=False)
+        run = _waiting(faster, _fed(example, self.device))
+        run()
+        return PreparedRun(run)
+
+
+@dataclass(frozen=True)
+class GpuRuntime:
+    """2:4 and integer kernels where they are faster, by `torchcram.runtime.gpu.prepare_gpu`."""
+
+    device: torch.device
+    name: str = "torchcram"
+
+    def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:  # noqa: ARG002
+        """Times every layer, and replaces those that get faster."""
+        from torchcram.runtime.gpu import prepare_gpu
+
+        try:
+            with torch.cuda.device(self.device):
+                fast, layers = prepare_gpu(
+                    candidate.model,
+                    (example,),
+                    operator=candidate.operator,
+                    weights=candidate.weights,
+                    dtype=DTYPE,
+                )
+        except ValueError as error:
+            raise UnableError(str(error)) from None
+        faster = sum(layer.kernel != "dense" for layer in layers)
+        note = f"{faster} of {len(layers)} layers replaced"
+        return PreparedRun(_waiting(fast, _fed(example, self.device)), note)
+
+
+def gpu_engines(names: Sequence[str], device: torch.device) -> list[Engine]:
+    """Returns engines by their names out of `GPU_ENGINES`."""
+    every: list[Engine] = [GpuTorch(device), GpuCompiled(device), GpuRuntime(device)]
+    known = {engine.name: engine for engine in every}
+    return [known[name] for name in names]
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    return copy.deepcopy(model).to(device, DTYPE).eval().requires_grad_(False)
+
+
+def _fed(example: Tensor, device: torch.device) -> Tensor:
+    return example.to(device, DTYPE if example.is_floating_point() else example.dtype)
+
+
+def _waiting(model: Callable[[Tensor], object], example: Tensor) -> Work:
+    @torch.no_grad()
+    def run() -> object:
+        outputs = model(example)
+        torch.cuda.synchronize(example.device)
+        return outputs
+
     return run

@@ -1,4 +1,4 @@
-"""What a benchmark found, and the file that it is kept in."""
+"""The record of a benchmark, and the file that holds it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DENSE = "dense"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model that was measured: its files, and how good it is.
+class ModelRecord:
+    """A model that was measured: its accuracy, and the sizes of its files.
 
     Attributes:
-        target: the operator that it was compressed by, as text, or "dense".
-        sparsity: the fraction of zeros in its compressible weights.
-        accuracy: on the test split, by the metric of the task, from 0 to 1; None where unknown.
-        plain_bytes: of a plain safetensors file.
-        compact_bytes: of a compact file.
-        onnx_bytes: of an ONNX file; None where there is none.
+        target: Operator that it was compressed by, as text, or "dense".
+        sparsity: Fraction of zeros in its compressible weights.
+        accuracy: Score on the test split by the metric of the task, from 0 to 1; None if unknown.
+        plain_bytes: Size of a plain safetensors file.
+        compact_bytes: Size of a compact file.
+        onnx_bytes: Size of an ONNX file; None where there is none.
     """
 
     target: str
@@ -45,12 +45,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is fed, by how many threads.
+    """Batch size and number of threads of a measurement.
 
     Attributes:
-        batch: how many samples at a time.
-        threads: of every engine; on a GPU those of the host.
-        shape: of the inputs.
+        batch: Batch size.
+        threads: Number of threads of every engine; on a GPU those of the host.
+        shape: Shape of the inputs.
     """
 
     batch: int
@@ -64,13 +64,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Times:
-    """How long a call takes, in milliseconds: the median over the rounds, and the quartiles.
+    """Latency of a call in milliseconds: the median over the rounds, and the quartiles.
 
     Attributes:
-        median: half of the rounds are faster.
-        low: a quarter is faster.
-        high: a quarter is slower.
-        rounds: how many there were.
+        median: Median over the rounds.
+        low: First quartile.
+        high: Third quartile.
+        rounds: Number of timed rounds.
     """
 
     median: float
@@ -86,16 +86,16 @@ class Times:
 
 @dataclass(frozen=True)
 class Timing:
-    """An engine that runs one of the models.
+    """Times of an engine with one of the models.
 
     Attributes:
-        target: of the model.
-        engine: its name.
-        setting: place of the setting among all.
-        times: None where the engine cannot run the model.
-        error: the largest difference of its outputs from those of eager torch, as a fraction of
-            the largest output.
-        note: why it cannot, or what else there is to say.
+        target: Target of the model.
+        engine: Name of the engine.
+        setting: Index of the setting.
+        times: Times; None where the engine cannot run the model.
+        error: Largest difference of its outputs from those of eager torch, as a fraction of the
+            largest output.
+        note: Reason why the engine cannot run the model, or another remark.
     """
 
     target: str
@@ -111,17 +111,17 @@ class Bench:
     """Models side by side, on one machine, in one run.
 
     Attributes:
-        recipe: name of the recipe that they were trained by.
-        title: the method as tables call it.
-        data: exact name of the data set.
-        metric: what is said to be accuracy elsewhere.
-        unit: what a batch is of, in the plural.
-        device: "cpu" or "cuda".
-        machine: its name.
-        versions: of the packages, by name.
-        settings: batch sizes and threads.
-        subjects: the models, the dense one first.
-        timings: of every engine with every model in every setting.
+        recipe: Name of the recipe that the models were trained by.
+        title: Title of the recipe, which tables show.
+        data: Exact name of the dataset.
+        metric: Metric that `accuracy` is by.
+        unit: Name of the samples in the plural: "images" or "sequences".
+        device: Kind of device, "cpu" or "cuda".
+        machine: Name of the machine.
+        versions: Versions of the packages by name.
+        settings: Batch sizes and numbers of threads.
+        subjects: Models, the dense one first.
+        timings: Times of every engine with every model in every setting.
     """
 
     recipe: str
@@ -133,64 +133,64 @@ class Bench:
     machine: str
     versions: dict[str, str]
     settings: tuple[Setting, ...]
-    subjects: tuple[Subject, ...]
+    subjects: tuple[ModelRecord, ...]
     timings: tuple[Timing, ...]
 
     def __post_init__(self) -> None:
-        targets = [one.target for one in self.subjects]
+        targets = [model.target for model in self.subjects]
         require(targets[:1] == [DENSE], "subjects", targets, "the dense model first")
         require(len(set(targets)) == len(targets), "subjects", targets, "every target once")
         seen = set()
-        for one in self.timings:
-            known = one.target in targets and 0 <= one.setting < len(self.settings)
-            place = (one.target, one.engine, one.setting)
-            require(known and place not in seen, "timings", place, "known ones, each once")
-            seen.add(place)
+        for timing in self.timings:
+            known = timing.target in targets and 0 <= timing.setting < len(self.settings)
+            key = (timing.target, timing.engine, timing.setting)
+            require(known and key not in seen, "timings", key, "known ones, each once")
+            seen.add(key)
 
     @property
     def engines(self) -> list[str]:
         """Names of the engines, in the order they were asked for."""
-        return list(dict.fromkeys(one.engine for one in self.timings))
+        return list(dict.fromkeys(timing.engine for timing in self.timings))
 
     def timing(self, target: str, engine: str, setting: int) -> Timing | None:
-        """Returns what an engine came to, if it was asked."""
-        wanted = (target, engine, setting)
-        return next((t for t in self.timings if (t.target, t.engine, t.setting) == wanted), None)
+        """Returns the timing of an engine with a model; None where there is none."""
+        key = (target, engine, setting)
+        return next((t for t in self.timings if (t.target, t.engine, t.setting) == key), None)
 
     def baseline(self, setting: int) -> Timing | None:
-        """Returns the fastest engine on the dense model; all are compared with it."""
+        """Returns the fastest engine on the dense model, which all are compared with."""
         return fastest(t for t in self.timings if (t.target, t.setting) == (DENSE, setting))
 
     def ratio(self, timing: Timing) -> float | None:
-        """Returns how many times as fast as the baseline an engine is."""
+        """Returns the speed of an engine relative to the baseline."""
         base = self.baseline(timing.setting)
         if timing.times is None or base is None or base.times is None:
             return None
         return base.times.median / timing.times.median
 
     def per_second(self, timing: Timing) -> float | None:
-        """Returns the samples that an engine takes in a second."""
+        """Returns the throughput of an engine in samples per second."""
         if timing.times is None:
             return None
         return 1000 * self.settings[timing.setting].batch / timing.times.median
 
 
 def fastest(timings: Iterable[Timing]) -> Timing | None:
-    """Returns the one of the least median; None where none could run."""
-    ran = [(one.times.median, one) for one in timings if one.times is not None]
+    """Returns the timing with the smallest median; None where no engine could run."""
+    ran = [(timing.times.median, timing) for timing in timings if timing.times is not None]
     return min(ran, key=lambda pair: pair[0])[1] if ran else None
 
 
 def read_bench(path: Path) -> Bench:
-    """Reads a file of a benchmark.
+    """Reads the file of a benchmark.
 
     Raises:
-        ValueError: naming the file, the key, what was given and what is allowed.
-        OSError: if there is no such file.
+        ValueError: If the content is not allowed; the message names the file and the key.
+        OSError: If there is no such file.
     """
     return json_text.parse(Bench, path.read_bytes(), str(path))
 
 
 def write_bench(bench: Bench, path: Path) -> None:
-    """Writes a file of a benchmark; whenever this stops, the old or the new one is there."""
+    """Writes the file of a benchmark atomically."""
     write_atomically(path, json_text.dump(bench))

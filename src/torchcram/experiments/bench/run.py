@@ -3,59 +3,63 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchcram.experiments.bench.engines import UnableError, cpu_engines
-from torchcram.experiments.bench.example import example_batch
-from torchcram.experiments.bench.files import Files
-from torchcram.experiments.bench.gpu_engines import gpu_engines
-from torchcram.experiments.bench.record import Bench, Setting, Subject, Timing
-from torchcram.experiments.bench.side_by_side import timings_of
+import torch
+
+from torchcram import artifact
+from torchcram.experiments.bench.engines import UnableError, cpu_engines, gpu_engines
+from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Timing
+from torchcram.experiments.bench.timer import timings_of
+from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.machine import machine_name, versions
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from torchcram.experiments.bench.cases import Case, Report
+    from torchcram.experiments.bench.candidates import Candidate, Report
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.tasks import Dataset
 
 ROUNDS = 25
-SECONDS = 60.0  # of the rounds of a setting, about, where their number is not asked for
+SECONDS = 60.0  # of the rounds of a setting, about, where their number is not given
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The measurements of a benchmark.
 
     Attributes:
-        engines: their names.
-        batches: sizes.
-        threads: counts; each goes with every batch size.
-        rounds: None for 25, or fewer where they take long.
+        engines: Names of the engines.
+        batches: Batch sizes.
+        threads: Numbers of threads, each combined with every batch size.
+        rounds: Number of timed rounds; None for 25, or fewer where they take long.
+        onnx_size: Whether the sizes of ONNX files are measured where models can be exported.
     """
 
     engines: tuple[str, ...]
     batches: tuple[int, ...]
     threads: tuple[int, ...]
     rounds: int | None = None
+    onnx_size: bool = True
 
     def __post_init__(self) -> None:
         for key in ("batches", "threads"):
-            given = getattr(self, key)
-            if not given or min(given) < 1 or len(set(given)) < len(given):
-                raise ValueError(f"{key} {list(given)}: allowed are positive numbers, each once")
+            values = getattr(self, key)
+            if not values or min(values) < 1 or len(set(values)) < len(values):
+                raise ValueError(f"{key} {list(values)}: allowed are positive numbers, each once")
         if self.rounds is not None and self.rounds < 1:
             raise ValueError(f"rounds {self.rounds}: allowed is a positive number")
 
 
 def run_bench(
-    cases: Iterable[Case],
+    candidates: Iterable[Candidate],
     recipe: Recipe,
     data: Dataset,
     *,
@@ -66,19 +70,19 @@ def run_bench(
 ) -> Bench:
     """Measures models side by side.
 
-    What an engine cannot run has a note instead of times.
+    A model that an engine cannot run has a note instead of times.
 
     Args:
-        cases: the models, the dense one first; not asked for before all else is known to be good.
-        recipe: that they were trained by.
-        data: whose test split they are run on.
-        plan: what to measure.
-        device: a CPU or a GPU.
-        folder: for files that are needed meanwhile.
-        report: called with a line before something that takes long.
+        candidates: Models, the dense one first; iterated only after all else has been checked.
+        recipe: Recipe that the models were trained by.
+        data: Dataset whose test split they are run on.
+        plan: Measurements to make.
+        device: Device of the engines, a CPU or a GPU.
+        folder: Folder for temporary files.
+        report: Function that is called with a line of text before slow work.
 
     Raises:
-        ValueError: if a batch is larger than the test split.
+        ValueError: If a batch is larger than the test split.
     """
     files = Files(folder)
     gpu = device.type == "cuda"
@@ -89,16 +93,16 @@ def run_bench(
         for threads in plan.threads
         for size in plan.batches
     ]
-    cases = list(cases)
+    candidates = list(candidates)
     timings: list[Timing] = []
-    for place, setting in enumerate(settings):
-        report(f"{setting}: {len(cases)} models with {len(engines)} engines, side by side")
+    for index, setting in enumerate(settings):
+        report(f"{setting}: {len(candidates)} models with {len(engines)} engines, side by side")
         timings += timings_of(
-            cases,
+            candidates,
             engines,
             examples[setting.batch],
             threads=setting.threads,
-            setting=place,
+            setting=index,
             rounds=plan.rounds or ROUNDS,
             seconds=None if plan.rounds else SECONDS,
         )
@@ -112,27 +116,116 @@ def run_bench(
         machine=machine_name(device),
         versions=_versions(),
         settings=tuple(settings),
-        subjects=tuple(_subject(case, files, examples[plan.batches[0]]) for case in cases),
+        subjects=tuple(
+            _model_record(candidate, files, examples[plan.batches[0]] if plan.onnx_size else None)
+            for candidate in candidates
+        ),
         timings=tuple(timings),
     )
 
 
-def _subject(case: Case, files: Files, example: Tensor) -> Subject:
+def _model_record(candidate: Candidate, files: Files, example: Tensor | None) -> ModelRecord:
     size = None
-    with suppress(UnableError):
-        size = files.onnx(case, example).stat().st_size
-    return Subject(
-        target=case.target,
-        sparsity=case.sparsity,
-        accuracy=case.accuracy,
-        plain_bytes=files.plain_bytes(case),
-        compact_bytes=files.compact_bytes(case),
+    if example is not None:
+        with suppress(UnableError):
+            size = files.onnx(candidate, example).stat().st_size
+    return ModelRecord(
+        target=candidate.target,
+        sparsity=candidate.sparsity,
+        accuracy=candidate.accuracy,
+        plain_bytes=files.plain_bytes(candidate),
+        compact_bytes=files.compact_bytes(candidate),
         onnx_bytes=size,
     )
 
 
 def _versions() -> dict[str, str]:
-    found = versions()
+    packages = versions()
     with suppress(importlib.metadata.PackageNotFoundError):
-        found["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    return found
+        packages["onnxruntime"] = importlib.metadata.version("onnxruntime")
+    return packages
+
+
+def example_batch(recipe: Recipe, data: Dataset, size: int) -> Tensor:
+    """Returns a batch of test inputs as the model gets them, on the CPU.
+
+    Images are the first ones of the test split. Texts are those of medium length, padded to the
+    longest of them.
+
+    Args:
+        recipe: Recipe that says how inputs are read.
+        data: Dataset whose test split they are from.
+        size: Batch size.
+
+    Raises:
+        ValueError: If the test split is smaller than the batch.
+    """
+    return recipe.build_task().example(data, size)
+
+
+class Files:
+    """Files of models in a folder, each written once.
+
+    Args:
+        folder: Folder that the files are written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._onnx: dict[str, Path | str] = {}
+
+    def plain_bytes(self, candidate: Candidate) -> int:
+        """Returns the size of a plain safetensors file."""
+        path = self._path(candidate, "plain.safetensors")
+        save_model(candidate.model, path)
+        return _size_and_remove(path)
+
+    def compact_bytes(self, candidate: Candidate) -> int:
+        """Returns the size of a compact file."""
+        if candidate.file_bytes is not None:
+            return candidate.file_bytes
+        path = self._path(candidate, "compact.safetensors")
+        operator = None if candidate.operator is None else str(candidate.operator)
+        artifact.save(candidate.model, path, operator=operator)
+        return _size_and_remove(path)
+
+    def onnx(self, candidate: Candidate, example: Tensor) -> Path:
+        """Returns the ONNX file of a model for inputs shaped as `example`, with any batch size.
+
+        Raises:
+            UnableError: If the model cannot be exported; the message is the reason.
+        """
+        path = self._path(candidate, f"{'x'.join(map(str, example.shape[1:]))}.onnx")
+        if path.name not in self._onnx:
+            self._onnx[path.name] = self._export(candidate, example, path)
+        exported = self._onnx[path.name]
+        if isinstance(exported, str):
+            raise UnableError(exported)
+        return exported
+
+    def _export(self, candidate: Candidate, example: Tensor, path: Path) -> Path | str:
+        """Returns the file, or the reason why there is none."""
+        try:
+            from torchcram.runtime.onnx import export_onnx
+
+            export_onnx(
+                candidate.model,
+                path,
+                (example,),
+                operator=candidate.operator,
+                weights=candidate.weights,
+            )
+        except ImportError as error:
+            return f'{error.name} is missing: pip install "torchcram[export]"'
+        except ValueError as error:
+            return str(error).splitlines()[0]
+        return path
+
+    def _path(self, candidate: Candidate, kind: str) -> Path:
+        return self._folder / f"{re.sub('[^A-Za-z0-9.+-]', '-', candidate.target)}.{kind}"
+
+
+def _size_and_remove(path: Path) -> int:
+    size = path.stat().st_size
+    path.unlink()
+    return size

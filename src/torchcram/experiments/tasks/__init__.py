@@ -22,6 +22,7 @@ from torchcram.experiments.tasks.base import (
 from torchcram.experiments.tasks.images import ImageClassification
 from torchcram.experiments.tasks.question_answering import QuestionAnswering
 from torchcram.experiments.tasks.sentence_classification import SentenceClassification
+from torchcram.experiments.tasks.tensors import TensorData, TensorSplit, TensorTask
 from torchcram.operators.parse import Registry
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ __all__ = [
     "SentenceClassification",
     "Task",
     "TaskConfig",
+    "TensorData",
+    "TensorSplit",
+    "TensorTask",
     "autocast",
     "build_task",
     "register_task",

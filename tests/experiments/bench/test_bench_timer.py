@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram.experiments.bench.record import Times
-from torchcram.experiments.bench.rounds import LEAST, SAMPLE, WARM_UP, measure, summary
+from torchcram.experiments.bench.timer import LEAST, SAMPLE, WARM_UP, measure, summary
 
 
 class Clock:

@@ -5,8 +5,8 @@ import torch
 from runs import CPU
 
 from torchcram import masks_of
-from torchcram.experiments.bench.cases import (
-    cases_of_run,
+from torchcram.experiments.bench.candidates import (
+    candidates_of_run,
     known_accuracies,
     one_shot_model,
     read_targets,
@@ -19,9 +19,11 @@ from torchcram.pruners import parse_pruner
 TARGETS = ["global:0.9", "nm:2:4", "global:0.8+int4", "wanda@uniform:0.5"]
 
 
-def cases(trained, data, targets=TARGETS, known=None):
+def candidates(trained, data, targets=TARGETS, known=None):
     said = []
-    found = cases_of_run(trained[1], data, targets, device=CPU, known=known, report=said.append)
+    found = candidates_of_run(
+        trained[1], data, targets, device=CPU, known=known, report=said.append
+    )
     return list(found), said
 
 
@@ -31,39 +33,39 @@ def test_models_and_accuracies_are_those_of_one_shot(trained, data, tmp_path):
     expected = one_shot(
         one.model, one.recipe, data, TARGETS, device=CPU, seed=0, save_to=tmp_path / "small"
     )
-    (dense, *found), said = cases(trained, data, known={})
+    (dense, *found), said = candidates(trained, data, known={})
     assert (dense.target, dense.accuracy, dense.sparsity) == ("dense", one.finished.accuracy, 0)
-    assert [case.target for case in found] == TARGETS
-    assert [case.accuracy for case in found] == [target.after for target in expected]
-    assert [case.sparsity for case in found] == [target.sparsity for target in expected]
-    for case in found:
+    assert [candidate.target for candidate in found] == TARGETS
+    assert [candidate.accuracy for candidate in found] == [target.after for target in expected]
+    assert [candidate.sparsity for candidate in found] == [target.sparsity for target in expected]
+    for candidate in found:
         other = one_shot_model(one, parse_pruner("int8"), data, device=CPU)
-        load_model_(other, tmp_path / "small" / f"{case.target.replace(':', '-')}.safetensors")
-        mine = case.model.state_dict()
+        load_model_(other, tmp_path / "small" / f"{candidate.target.replace(':', '-')}.safetensors")
+        mine = candidate.model.state_dict()
         assert all(torch.equal(mine[name], value) for name, value in other.state_dict().items())
     assert said[:2] == ["compressing to global:0.9", "testing global:0.9"]
 
 
 def test_what_is_known_is_not_tested_again(trained, data):
-    (_, known, new), said = cases(trained, data, ["int4", "int8"], known={"int4": 0.125})
+    (_, known, new), said = candidates(trained, data, ["int4", "int8"], known={"int4": 0.125})
     assert known.accuracy == 0.125
     assert new.accuracy is not None
     assert said == ["compressing to int4", "compressing to int8", "testing int8"]
 
 
 def test_without_accuracy_nothing_is_tested(trained, data):
-    found, said = cases(trained, data, ["int4"])
-    assert [case.accuracy for case in found] == [None, None]
+    found, said = candidates(trained, data, ["int4"])
+    assert [candidate.accuracy for candidate in found] == [None, None]
     assert said == ["compressing to int4"]
 
 
 def test_the_trained_model_stays_as_it_is(trained, data):
     before = {name: value.clone() for name, value in trained[1].model.state_dict().items()}
-    found, _ = cases(trained, data, ["global:0.9"])
-    assert not any(case.model is trained[1].model for case in found)
+    found, _ = candidates(trained, data, ["global:0.9"])
+    assert not any(candidate.model is trained[1].model for candidate in found)
     after = trained[1].model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert all(not case.model.training for case in found)
+    assert all(not candidate.model.training for candidate in found)
 
 
 def test_accuracies_come_from_the_result_of_the_same_training(trained, data, tmp_path):
@@ -95,7 +97,7 @@ def test_bad_targets_are_refused(targets, said):
 
 
 def test_zeros_of_the_case_are_those_of_its_model(trained, data):
-    (_, case), _ = cases(trained, data, ["global:0.9"])
-    kept = sum(int(mask.sum()) for mask in masks_of(case.weights).values())
-    total = sum(weight.numel() for weight in case.weights.values())
-    assert case.sparsity == pytest.approx(1 - kept / total)
+    (_, candidate), _ = candidates(trained, data, ["global:0.9"])
+    kept = sum(int(mask.sum()) for mask in masks_of(candidate.weights).values())
+    total = sum(weight.numel() for weight in candidate.weights.values())
+    assert candidate.sparsity == pytest.approx(1 - kept / total)

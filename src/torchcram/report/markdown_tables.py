@@ -1,0 +1,214 @@
+"""Tables of results in Markdown, and the marked sections of files that hold them.
+
+A table stands between the lines `<!-- results:cifar10/resnet20 sgd sam -->` and
+`<!-- end results -->`; see `markdown_table` for what the name means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torchcram.experiments.evaluation.results import Result, read_results
+from torchcram.experiments.io.files import slug, write_atomically
+from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
+from torchcram.report import summary
+from torchcram.report.summary import percent, points
+
+NOT_RUN = "not run yet"
+TRAINED_ON = {"fine-tuned@": FINETUNE, "distilled@": DISTILLED}  # words, and marks in methods
+_NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
+
+END = "<!-- end results -->"
+_MARKER = re.compile(
+    r"^<!-- (?:results:(?P<name>\S(?:.*\S)?)|(?P<end>end results)) -->[ \t]*\r?$", re.MULTILINE
+)
+
+
+def markdown_table(results: Iterable[Result], name: str) -> str:
+    """Returns the table that the name of a marked section describes.
+
+    Args:
+        results: Results of any tasks and models.
+        name: Task and model, which stand for all methods in alphabetical order. Methods after them,
+            separated by blanks, choose these methods in this order: "cifar10/resnet20 sgd sam";
+            a method without a result gets a row that says so. Operators among them choose the
+            targets in this order: "squad/minilm-l6 adam obs@uniform:0.5". Words that end with @
+            give every method a further row: "obs@" with the same targets by that pruner,
+            "fine-tuned@" and "distilled@" with the targets trained on, and "obs@fine-tuned@" with
+            the targets of that pruner trained on.
+
+    Raises:
+        ValueError: If the name is of another form.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"{name!r} names no results; allowed: task/model or task/model method ... target ..."
+        )
+    task, model, words = match[1], match[2], match[3].split()
+    chosen = [word for word in words if summary.is_operator(word)]
+    further = [word for word in words if word.endswith("@")]
+    named = [word for word in words if word not in (*chosen, *further)]
+    known = {r.method: r for r in results if (r.task, r.model) == (task, model)}
+    methods = named or sorted(known)
+    shown = [known[method] for method in methods if method in known]
+    targets = chosen or summary.sort_operators(
+        operator for result in shown for operator in summary.summaries(result)
+    )
+    header = ["method", "dense", *map(_code, targets), "seeds", "epochs", "min"]
+    rows = []
+    for method in methods:
+        if method not in known:
+            rows.append([_title(f"{task}/{model}/{method}"), NOT_RUN, *[""] * (len(header) - 2)])
+            continue
+        rows.append(_markdown_row(known[method], targets, data=len({r.data for r in shown}) > 1))
+        for kind in further:
+            cells = [_further_cell(known, method, kind, target) for target in targets]
+            if any(cells):
+                how = kind[:-1].replace("@", ", ")
+                rows.append([_escaped(f"- {how}"), "", *cells, "", "", ""])
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
+
+
+def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[str]:
+    cells = [_cell(result, target) for target in targets]
+    counts = [str(len(result.seeds)), summary.epochs(result), f"{summary.minutes(result):.1f}"]
+    name = result.title + (f" on {result.data}" if data else "")
+    return [_escaped(name), str(summary.dense(result)), *cells, *counts]
+
+
+def _cell(result: Result, target: str) -> str:
+    row = summary.summaries(result).get(target)
+    if row is None:
+        return ""
+    # not the spread over calibration sets, which is none over seeds
+    accuracy = str(row.after) if len(result.seeds) > 1 else percent(row.after.mean)
+    return f"{accuracy} ({points(row.change.mean)})"
+
+
+def _further_cell(known: Mapping[str, Result], method: str, kind: str, target: str) -> str:
+    for word, mark in TRAINED_ON.items():
+        if kind.endswith(word):
+            operator = kind.removesuffix(word) + target
+            result = known.get(f"{method}{mark}{slug(operator)}")
+            return "" if result is None else _cell(result, operator)
+    return _cell(known[method], kind + target)
+
+
+def _note(results: Sequence[Result]) -> str:
+    """Returns a note on what the numbers are, and on which data and machines they were taken."""
+    if not results:
+        return "Nothing of this has been run yet."
+    data = ", ".join(dict.fromkeys(_escaped(result.data) for result in results))
+    machines = dict.fromkeys(_escaped(seed.machine) for r in results for seed in r.seeds)
+    metric = " and ".join(dict.fromkeys(_escaped(result.metric) for result in results))
+    after = " after batch-norm tuning" if any(map(summary.tuned, results)) else ""
+    return (
+        f"Test {metric} in % on {data}{after}; in brackets the change from the "
+        "same model dense, in points. Mean ± standard deviation where there are several seeds. "
+        f"Min: minutes of one training, {', '.join(machines)}."
+    )
+
+
+def _title(name: str) -> str:
+    """Returns the title of a bundled recipe; the name of the method for any other."""
+    try:
+        return _escaped(load_recipe(name).title)
+    except ValueError:
+        return _code(name.split("/")[-1])
+
+
+def _code(text: str) -> str:
+    return "`" + " ".join(text.replace("`", "'").replace("|", "\\|").split()) + "`"
+
+
+def _escaped(text: str) -> str:
+    """Returns a text in one line, with the special characters of Markdown and HTML escaped."""
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", " ".join(text.split()))
+
+
+# Marked sections
+
+
+def update_marked(text: str, name: str, table: str) -> str:
+    """Puts a table between `<!-- results:NAME -->` and `<!-- end results -->`.
+
+    Args:
+        text: Text of a Markdown file. The markers stand on lines of their own.
+        name: Name of the section; if several have this name, all are replaced.
+        table: Table with or without a final newline; it must not contain a marker.
+
+    Raises:
+        ValueError: If no section has this name, or a marker lacks its counterpart.
+    """
+    if _MARKER.search(table):
+        raise ValueError(f"the table for {name!r} contains a marker of its own")
+    if name not in marked(text):
+        raise ValueError(f"no section is marked '<!-- results:{name} -->'; marked: {marked(text)}")
+    parts, done = [], 0
+    for begin, end in _sections(text):
+        if begin["name"] == name:
+            parts += [text[done : begin.end()], "\n", table.strip("\n"), "\n"]
+            done = end.start()
+    return "".join(parts) + text[done:]
+
+
+def marked(text: str) -> list[str]:
+    """Returns the names of the marked sections of a Markdown file, in their order, each once."""
+    return list(dict.fromkeys(begin["name"] for begin, _ in _sections(text)))
+
+
+def stale(files: Iterable[str | Path], results_dir: str | Path) -> list[str]:
+    """Returns the marked sections, as "file: name", whose tables are out of date."""
+    results = read_results(results_dir)
+    return [
+        f"{path}: {name}"
+        for path in map(Path, files)
+        for text in [_read(path)]
+        for name in marked(text)
+        if _update(text, [name], results) != text
+    ]
+
+
+def update_files(files: Iterable[str | Path], results_dir: str | Path) -> list[Path]:
+    """Rewrites all marked tables; returns the files that changed. After an error none has."""
+    results, changed = read_results(results_dir), {}
+    for path in map(Path, files):
+        text = _read(path)
+        new = _update(text, marked(text), results)
+        if new != text:
+            changed[path] = new
+    for path, new in changed.items():
+        write_atomically(path, new.encode())
+    return list(changed)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode()  # as it is, ends of lines included
+        _sections(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return text
+
+
+def _update(text: str, names: Iterable[str], results: Sequence[Result]) -> str:
+    for name in names:
+        text = update_marked(text, name, markdown_table(results, name))
+    return text
+
+
+def _sections(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
+    """Returns the markers in pairs; raises ValueError for a marker without its counterpart."""
+    markers = list(_MARKER.finditer(text))
+    for index, marker in enumerate(markers):
+        line = text.count("\n", 0, marker.start()) + 1
+        if (marker["end"] is None) != (index % 2 == 0):
+            raise ValueError(f"line {line}: '{marker[0].strip()}' stands in the wrong order")
+    if len(markers) % 2:
+        raise ValueError(f"'{markers[-1][0].strip()}' is not followed by '{END}'")
+    return list(zip(markers[::2], markers[1::2], strict=True))
