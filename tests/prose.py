@@ -16,8 +16,26 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "torchcram"
 
-# Parts of src/torchcram that are checked: "" for the modules at the top, otherwise a package.
-CLEAN: tuple[str, ...] = ("", "artifact", "integrations", "operators", "optim", "pruners")
+# Parts of src/torchcram that are checked: "" for the modules at the top, a package, or a module.
+CLEAN: tuple[str, ...] = (
+    "",
+    "artifact",
+    "experiments/evaluation",
+    "experiments/export.py",
+    "experiments/finetuning.py",
+    "experiments/io",
+    "experiments/machine.py",
+    "experiments/ranks.py",
+    "experiments/recipe",
+    "experiments/results_store.py",
+    "experiments/seeds.py",
+    "experiments/sweep.py",
+    "experiments/training",
+    "integrations",
+    "operators",
+    "optim",
+    "pruners",
+)
 
 NAMED = ("Args:", "Arguments:", "Attributes:", "Raises:")
 UNNAMED = ("Returns:", "Yields:")

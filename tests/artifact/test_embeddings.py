@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchcram import Quantize, artifact
+from torchcram import Quantize, artifact, compress_
+from torchcram.artifact.integers import same_bits
+from torchcram.artifact.writer import round_as_saved_
 
 
 class Net(nn.Module):
@@ -88,3 +90,29 @@ def test_a_table_that_another_layer_has_first_is_found(tmp_path):
     manifest = artifact.save(Reversed(), tmp_path / "net", embeddings="int8")
     assert str(manifest.tensors["head.weight"].encoding) == "dense+int8"
     assert manifest.tied == {"words.weight": "head.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("embeddings", [None, "int8", "int4:g8"])
+@pytest.mark.parametrize("values", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("operator", ["global:0.9", "nm:2:4+int4", "int8", "wanda@uniform:0.5"])
+def test_rounding_in_memory_gives_what_a_file_gives_back(
+    tmp_path, operator, values, embeddings, tied
+):
+    model = Net(tied=tied)
+    compress_(model, operator.removeprefix("wanda@"))
+    rounding = {"operator": operator, "values": values, "embeddings": embeddings}
+    artifact.save(model, tmp_path / "net", **rounding)
+    before = copy.deepcopy(model.state_dict())
+    round_as_saved_(model, **rounding)
+    found = model.state_dict()
+    for name, value in artifact.load(tmp_path / "net").items():
+        assert found[name].dtype == value.dtype
+        assert bool(same_bits(found[name], value).all()), name
+    changed = [name for name, value in before.items() if not torch.equal(found[name], value)]
+    assert bool(changed) == (
+        embeddings is not None or (values is not None and "int" not in operator)
+    )
+    assert (model.head.weight is model.words.weight) == tied
+    with pytest.raises(ValueError, match="float16"):
+        round_as_saved_(model, values=torch.float64)

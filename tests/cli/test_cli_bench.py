@@ -99,7 +99,7 @@ def test_what_is_neither_run_nor_file_is_named(run):
     assert "nowhere is neither a run folder nor a compact file" in fail("bench", "nowhere")
     line = fail("bench", run / "model.safetensors")
     assert "model.safetensors: it is no compact file" in line
-    assert "no folder of a run" in fail("bench", run.parent)
+    assert "not the folder of a run" in fail("bench", run.parent)
 
 
 def test_a_file_has_its_target_and_needs_its_recipe(run):

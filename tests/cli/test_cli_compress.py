@@ -130,7 +130,7 @@ def test_data_can_be_downloaded(what, run, monkeypatch):
 
 
 def test_a_folder_that_is_no_finished_run_is_named(run):
-    assert "nowhere is no folder of a run" in fail("compress", "nowhere")
+    assert "nowhere is not the folder of a run" in fail("compress", "nowhere")
     (run / "model.safetensors").unlink()
     assert "the training is not finished" in fail("evaluate", run)
 
@@ -138,7 +138,7 @@ def test_a_folder_that_is_no_finished_run_is_named(run):
 def test_a_file_of_other_weights_is_named(run):
     Path("other.safetensors").write_bytes(b"nothing")
     line = fail("evaluate", run, "--model", "other.safetensors")
-    assert "other.safetensors is not the model that it should be" in line
+    assert "other.safetensors does not hold the expected model" in line
 
 
 def test_trials_are_positive(run):

@@ -87,7 +87,7 @@ def test_onnx_files(run):
     ("options", "name"),
     [
         ([], "global-0.9.torchcram.safetensors"),
-        (["--values", "fp16"], ""),
+        (["--values", "fp16"], "global-0.9.torchcram.safetensors"),
         (["--format", "safetensors"], "global-0.9.safetensors"),
         (["--format", "onnx"], "global-0.9.onnx"),
     ],
@@ -118,10 +118,10 @@ def test_a_full_disk_leaves_the_earlier_file(run):
     [
         (["--format", "pickle"], "--format pickle: allowed are torchcram, safetensors, transf"),
         (["--values", "int8"], "--values int8: allowed are fp32, fp16, bf16"),
-        (["--values", "fp16", "--format", "onnx"], "only --format torchcram gets smaller by tha"),
+        (["--values", "fp16", "--format", "onnx"], "allowed only with --format torchcram"),
         (["--embeddings", "int8"], "embeddings 'int8': the model has none"),
         (["--embeddings", "int8", "--format", "safetensors"], "only --format torchcram gets sma"),
-        (["--format", "transformers"], "convnet-digits is no model of Transformers"),
+        (["--format", "transformers"], "convnet-digits is not a model of Transformers"),
         (["--to", "top:0.5"], "cannot read 'top:0.5'"),
         (["--to", "int4", "--to", "int4"], "every operator once"),
     ],

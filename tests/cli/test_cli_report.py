@@ -74,7 +74,7 @@ def test_stale_tables_are_found_and_written():
     assert succeed("results", "--write").stdout == "all up to date\n"
     assert succeed(*line).stdout == "all up to date\n"
     write_result(cram(), "results/cifar/net/sam.json")  # which belongs elsewhere
-    assert "belongs into" in fail(*line)
+    assert "belongs in" in fail(*line)
 
 
 def test_results_are_shown():

@@ -57,7 +57,7 @@ def test_all_that_fails_is_an_error():
     ("arguments", "said"),
     [
         (["--grid", "cram.rho"], "allowed is KEY=VALUE,VALUE"),
-        (["--grid", "optimizer.lr=0.1,0.1"], "a value is there twice"),
+        (["--grid", "optimizer.lr=0.1,0.1"], "a value is given twice"),
         (["--grid", "compress.to=[int4]"], "is the same for all points"),
         (["--grid", "train.epochs=1,2", "--epochs", 3], "--epochs and train.epochs exclude"),
         (["--grid", "optimizer.lr=fast"], "optimizer.lr is 'fast'"),

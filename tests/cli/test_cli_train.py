@@ -158,7 +158,7 @@ def test_what_it_starts_from_has_to_be_the_same_model(finished):
     line = fail("train", "cifar10/resnet20/sgd", "--from", finished, "--set", "data.name=digits")
     assert "its model is 'convnet-digits', that of cifar10/resnet20/sgd is 'resnet20'" in line
     line = fail("train", SGD, "--from", "nowhere")
-    assert "nowhere is no folder of a run" in line
+    assert "nowhere is not the folder of a run" in line
     assert not Path("runs").exists() or not list(Path("runs").rglob("run.json"))
 
 
@@ -217,7 +217,7 @@ def test_bad_input_is_a_line_and_leaves_nothing(arguments, said):
 def test_the_folder_of_another_run_is_named(run):
     line = fail("train", SGD, "--epochs", 7, "--out", run)
     assert f"{run} holds another run: recipe.train.epochs is 3, not 7" in line
-    assert line.endswith("; give this one another folder (--out)")
+    assert line.endswith("; choose another folder (--out)")
 
 
 def test_the_data_folder_is_in_the_environment(monkeypatch):

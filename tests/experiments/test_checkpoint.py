@@ -17,9 +17,9 @@ from torch.optim import SGD
 
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.training.checkpoint import (
+    forked_rng,
     load_latest,
     load_state_,
-    own_randomness,
     save_checkpoint,
     state_of,
 )
@@ -146,7 +146,7 @@ def test_content_that_was_altered_and_sealed_again_ends_in_no_traceback(two, dat
         try:
             assert load_latest(Path(name), WHO)[0] in (1, 2)
         except ValueError as error:
-            assert "is of another run" in str(error)  # noqa: PT017
+            assert "belongs to another run" in str(error)  # noqa: PT017
 
 
 def test_a_file_under_the_name_of_another_epoch_is_refused(two):
@@ -180,10 +180,10 @@ def test_all_bad_is_like_none(tmp_path):
 
 def test_another_run_is_an_error_that_names_what_differs(two):
     other = {"recipe": {"cram": {"rho": 0.2, "operators": ["global:0.5"]}, "name": "a/b/c"}}
-    with pytest.raises(ValueError, match=r"epoch-0002\.pt is of another run") as caught:
+    with pytest.raises(ValueError, match=r"epoch-0002\.pt belongs to another run") as caught:
         load_latest(two, other)
     assert "recipe.cram.rho is 0.1, not 0.2" in str(caught.value)
-    assert "seed is 0, but not given here" in str(caught.value)
+    assert "seed is 0, but not set here" in str(caught.value)
     assert "operators" not in str(caught.value)
 
 
@@ -224,8 +224,8 @@ def test_differences_are_named_by_key():
     assert explain_differences(found, found) == []
     assert explain_differences(found, asked) == [
         "a.b is 1, not 2",
-        "d is None, but not given here",
-        "d.x is not there, but 3 here",
+        "d is None, but not set here",
+        "d.x is not set, but 3 here",
     ]
 
 
@@ -258,12 +258,12 @@ def test_state_takes_the_layout_of_the_parameters_it_is_for():
 def test_random_numbers_go_on_where_they_were():
     pair = stepped(torch.contiguous_format)
     before = torch.get_rng_state()
-    with own_randomness(CPU, 5):
+    with forked_rng(CPU, 5):
         first = torch.rand(3)
         state = state_of(*pair, CPU)
         expected = torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
-    with own_randomness(CPU, 5):
+    with forked_rng(CPU, 5):
         assert torch.equal(torch.rand(3), first)
         torch.rand(10)
         load_state_(*pair, CPU, state=state)

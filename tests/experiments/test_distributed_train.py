@@ -18,7 +18,7 @@ from torchcram.cli import options
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.models import build as models
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.tasks import images
 from torchcram.experiments.training import log as runlog
 from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch
@@ -127,8 +127,8 @@ def trainings(rank, folder):
         kept, make_step = keeping()
         trained = run(folder / "normed", recipe(epochs=2), data, ranks=ranks, make_step=make_step)
         assert_same_on_all_ranks(kept[0].state_dict())
-        found = outcome(folder / "normed", trained, data, device=CPU, ranks=ranks)
-        assert found == outcome(folder / "normed", trained, data, device=CPU, ranks=ranks)
+        found = load_or_measure(folder / "normed", trained, data, device=CPU, ranks=ranks)
+        assert found == load_or_measure(folder / "normed", trained, data, device=CPU, ranks=ranks)
 
         noisy = with_model(recipe(), "random")
         seeds = []
@@ -210,7 +210,9 @@ def test_a_table_is_what_one_process_gives_from_the_same_model(folder, tmp_path)
     shutil.copytree(folder / "normed", tmp_path / "normed")
     trained = load_trained(tmp_path / "normed", CPU)
     with one_thread():
-        alone = outcome(tmp_path / "normed", trained, digits(), device=CPU, file="alone.json")
+        alone = load_or_measure(
+            tmp_path / "normed", trained, digits(), device=CPU, file="alone.json"
+        )
     together = read_result(folder / "normed" / "result.json")
     assert together == alone
     assert together.seeds[0].processes == 2
@@ -247,7 +249,7 @@ def _small_things(ranks, rank, folder):
             run(folder / name, given, data, ranks=ranks, **others)
         assert not (folder / name / "model.safetensors").exists()
 
-    first = "process 1 is given other work than process 0: "
+    first = "process 1 has other settings than process 0: "
     refused(first + r"recipe.optimizer.lr is 0.3, not 0.2$", recipe(f"optimizer.lr=0.{2 + rank}"))
     refused(first + r"seed is 1, not 0$", recipe(), seed=rank)
     refused(first + r"data.train_images is 300, not 320", recipe(), digits(320 - 20 * rank))

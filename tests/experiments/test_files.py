@@ -9,7 +9,7 @@ from kills import check_kills, needs_fork
 from torchcram.experiments.io.files import (
     folder_written_aside,
     locked,
-    naming_errors,
+    name_file_in_errors,
     remove_leftovers,
     slug,
 )
@@ -180,7 +180,7 @@ FULL = os.strerror(errno.ENOSPC)
     ],
 )
 def test_errors_of_the_system_name_the_file(error):
-    with pytest.raises(OSError, match="No space") as caught, naming_errors("files/name"):
+    with pytest.raises(OSError, match="No space") as caught, name_file_in_errors("files/name"):
         raise error
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "files/name")
 
@@ -195,7 +195,7 @@ def test_errors_of_the_system_name_the_file(error):
     ],
 )
 def test_other_errors_stay_as_they_are(error):
-    with pytest.raises(type(error)) as caught, naming_errors("files/name"):
+    with pytest.raises(type(error)) as caught, name_file_in_errors("files/name"):
         raise error
     assert caught.value is error
 

@@ -85,6 +85,6 @@ def test_one_that_runs_already_is_left_alone(control, monkeypatch, tmp_path):
 
 def test_nothing_is_done_if_it_is_not_wanted(control):
     notes = control()
-    with shared_gpu(print, wanted=False, probe=YES) as environment:
+    with shared_gpu(print, enabled=False, probe=YES) as environment:
         assert environment == {}
     assert not notes.exists()

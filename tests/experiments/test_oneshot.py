@@ -168,7 +168,7 @@ def test_saved_models_are_tuned_on_the_first_of_several_calibration_sets(trained
     [
         ({"targets": ["global:0.5", "half"]}, "'half'"),
         ({"targets": ["global:0.3-0.9"]}, "'global:0.3-0.9' is a range"),
-        ({"targets": ["int4", "int4"]}, "'int4' comes twice"),
+        ({"targets": ["int4", "int4"]}, "'int4' is given twice"),
         ({"targets": ["int4"], "trials": 0}, "trials=0"),
     ],
 )

@@ -8,7 +8,7 @@ from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram.experiments import results_store as module
 from torchcram.experiments.evaluation.results import SeedResult, read_result
-from torchcram.experiments.results_store import add_to_results, check_results, outcome
+from torchcram.experiments.results_store import add_to_results, check_results, load_or_measure
 
 GIVEN = recipe("compress.to=[global:0.5, int4]", method="sgd", epochs=1)
 
@@ -32,7 +32,7 @@ def trained(once, tmp_path):
 
 def found(folder, trained, data, **options):
     with one_thread():
-        return outcome(folder, trained, data, device=CPU, **options)
+        return load_or_measure(folder, trained, data, device=CPU, **options)
 
 
 def test_it_is_measured_once(trained, data, monkeypatch):
@@ -66,7 +66,9 @@ def test_a_new_title_is_taken_over_without_measuring(trained, data, monkeypatch)
 
 def test_other_data_than_that_of_the_run_is_refused(trained):
     folder, one = trained
-    with pytest.raises(ValueError, match="the run is of other data: test_images is 100, not 50"):
+    with pytest.raises(
+        ValueError, match="the run was trained on other data: test_images is 100, not 50"
+    ):
         found(folder, one, digits(test=50))
     assert not (folder / "result.json").exists()
 
@@ -124,7 +126,7 @@ def test_another_recipe_is_refused_before_and_after(tmp_path):
         lambda: check_results(tmp_path, other, 1),
         lambda: add_to_results(tmp_path, other, seed(1)),
     ):
-        with pytest.raises(ValueError, match=r"seed 1 was trained by another.*compress\.to"):
+        with pytest.raises(ValueError, match=r"seed 1 was trained with another.*compress\.to"):
             refused()
     assert path.read_bytes() == before
     check_results(tmp_path / "none", other, 1)

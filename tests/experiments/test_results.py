@@ -223,7 +223,7 @@ def test_a_folder_is_read_in_order_and_refuses_a_misplaced_file(tmp_path):
         write_result(one, tmp_path / one.path)
     assert read_results(tmp_path) == [cram(), sgd()]
     write_result(sgd(), tmp_path / "cifar" / "net" / "sam.json")
-    with pytest.raises(ValueError, match=r"sam\.json holds .* belongs into .*sgd\.json"):
+    with pytest.raises(ValueError, match=r"sam\.json holds .* belongs in .*sgd\.json"):
         read_results(tmp_path)
     assert read_results(tmp_path / "nothing") == []
 

@@ -131,9 +131,9 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path, line):
     write(tmp_path, 1)
     path = tmp_path / "log.jsonl"
     path.write_text(line + "\n" + path.read_text())
-    with pytest.warns(UserWarning, match=r"log\.jsonl, line 1, is no record"):
+    with pytest.warns(UserWarning, match=r"log\.jsonl, line 1, is not a record"):
         assert read_log(tmp_path) == [record(1)]
-    with pytest.warns(UserWarning, match="line 1, is no record"):
+    with pytest.warns(UserWarning, match="line 1, is not a record"):
         write(tmp_path, 2, first=2)
     assert read_log(tmp_path) == [record(1), record(2)]
 
@@ -172,7 +172,7 @@ def test_without_tensorboard_the_lines_are_written_and_it_is_said_once(tmp_path,
 
     monkeypatch.setattr(builtins, "__import__", without)
     runlog._warn_no_tensorboard.cache_clear()
-    with pytest.warns(UserWarning, match="tensorboard is missing"):
+    with pytest.warns(UserWarning, match="tensorboard is not installed"):
         write(tmp_path, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -312,7 +312,7 @@ def test_the_warning_says_what_does_not_fit(tmp_path, data, stopped):
     with pytest.warns(UserWarning, match="not used") as told:
         run(folder, recipe(), data)
     assert str(told[0].message) == (
-        f"{path} is not used: its 'fc.weight' is float32 of shape (5, 48), and here float32 of "
+        f"{path} is not used: its 'fc.weight' is float32 of shape (5, 48); expected: float32 of "
         "shape (10, 48)"
     )
 
@@ -431,7 +431,7 @@ def test_targets_and_title_may_change(tmp_path, data):
 @pytest.mark.parametrize("name", ["log.jsonl", "checkpoints", "model.safetensors"])
 def test_a_folder_of_something_else_is_refused(tmp_path, data, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"holds {name} but no run.json"):
+    with pytest.raises(ValueError, match=f"it has {name} but no run.json"):
         run(tmp_path, recipe(), data)
     assert not (tmp_path / "run.json").exists()
 
@@ -479,7 +479,7 @@ def test_intervals(tmp_path, data):
     assert [record.accuracy is not None for record in read_log(tmp_path)] == [0, 1, 0, 1, 1]
     assert saved[-1] == {"epoch-0003.pt", "epoch-0005.pt"}
     for name in ("eval_interval", "checkpoint_interval"):
-        with pytest.raises(ValueError, match=f"{name}=0 is not a positive number"):
+        with pytest.raises(ValueError, match=f"{name}=0: at least 1 is allowed"):
             run(tmp_path, recipe(method="sgd", epochs=5), data, **{name: 0})
 
 
@@ -547,12 +547,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, data):
 def test_a_model_file_of_another_model_is_refused(tmp_path, data):
     run(tmp_path, recipe(epochs=1), data)
     (tmp_path / "model.safetensors").write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"model\.safetensors is not the model"):
+    with pytest.raises(ValueError, match=r"model\.safetensors does not hold the expected model"):
         load_trained(tmp_path, CPU)
 
 
 def test_an_unfinished_or_missing_run_cannot_be_loaded(tmp_path, data):
-    with pytest.raises(ValueError, match=r"no folder of a run: there is no run\.json"):
+    with pytest.raises(ValueError, match=r"not the folder of a run: it has no run\.json"):
         load_trained(tmp_path, CPU)
     with pytest.raises(Stop):
         run(tmp_path, recipe(), data, make_step=stop_after(1))

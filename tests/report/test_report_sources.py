@@ -6,7 +6,7 @@ from result_samples import result, seed, sgd
 from runs import CPU, digits, one_thread, recipe, run
 
 from torchcram.experiments.evaluation.results import write_result
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 from torchcram.report.sources import merge_seeds, read_sources
 
 GIVEN = recipe("compress.to=[global:0.5]", method="sgd", epochs=1)
@@ -19,7 +19,7 @@ def folders(tmp_path_factory):
         folder = tmp_path_factory.mktemp("seeds") / f"seed{number}"
         trained = run(folder, GIVEN, data, seed=number)
         with one_thread():
-            outcome(folder, trained, data, device=CPU)
+            load_or_measure(folder, trained, data, device=CPU)
         found.append(folder)
     return found
 

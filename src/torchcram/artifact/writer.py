@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from torchcram.artifact.codec import decode
 from torchcram.artifact.encoder_search import Hints, store
 from torchcram.artifact.format import (
     CHECKSUM,
@@ -78,17 +79,70 @@ def save(
         ValueError: If a tensor cannot be stored, with its name.
     """
     model, path = _in_order(model, path)
+    tensors, tied = _untied(model.state_dict() if isinstance(model, nn.Module) else model)
+    parts: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    entries = {}
+    for name, spec, stored in _encode_each(
+        model, tensors, operator=operator, values=values, embeddings=embeddings
+    ):
+        entries[name] = Entry(**vars(spec), crc32=crc32(stored), sha256=sha256(stored))
+        for part, key in spec.encoding.keys(name).items():
+            if key in parts or key == "__metadata__":
+                raise ValueError(f"{name!r} cannot be stored beside a tensor named {key!r}")
+            parts[key] = _alone(stored[part], memory)
+    text = None if operator is None else str(operator)
+    trained = trained_weights(model) if isinstance(model, nn.Module) else []
+    manifest = Manifest(entries, tied, text, __version__, dict(metadata or {}), tuple(trained))
+    _write(Path(path), parts, manifest)
+    return manifest
+
+
+@torch.no_grad()
+def round_as_saved_(
+    model: nn.Module,
+    *,
+    operator: Operator | str | None = None,
+    values: torch.dtype | None = None,
+    embeddings: Quantize | str | None = None,
+) -> None:
+    """Gives a model the values that `load` returns after `save`, without a file.
+
+    Args:
+        model: Compressed model.
+        operator: Operator as `save` takes it.
+        values: Type to round values to, as `save` takes it.
+        embeddings: Quantizer of the tables of embeddings, as `save` takes it.
+
+    Raises:
+        ValueError: If a tensor cannot be stored, with its name.
+    """
+    tensors, tied = _untied(model.state_dict())
+    state = {
+        name: decode(stored, spec)
+        for name, spec, stored in _encode_each(
+            model, tensors, operator=operator, values=values, embeddings=embeddings
+        )
+    }
+    model.load_state_dict({**state, **{name: state[other] for name, other in tied.items()}})
+
+
+def _encode_each(
+    model: nn.Module | Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    operator: Operator | str | None,
+    values: torch.dtype | None,
+    embeddings: Quantize | str | None,
+) -> Iterator[tuple[str, TensorSpec, dict[str, Tensor]]]:
+    """Yields name, specification and encoded parts of every tensor; arguments as in `save`."""
     if values is not None and values not in VALUES:
         raise ValueError(f"values={values}: allowed are {', '.join(map(str, VALUES))} and None")
-    tensors, tied = _untied(model.state_dict() if isinstance(model, nn.Module) else model)
     known = _compressible(model)
     tables = find_tables(model, tensors)
     if embeddings is not None:
         tables = round_tables(tables, embeddings)
     hints, rounding = Hints.of(_without_pruners(operator)), Hints.of(_without_pruners(embeddings))
-    parts: dict[str, Tensor] = {}
-    memory: set[int] = set()
-    entries = {}
     for name, tensor in tensors.items():
         value = tables.get(name, tensor).detach().cpu().contiguous()
         spec = TensorSpec(dtype=value.dtype, shape=tuple(value.shape), encoding=Encoding())
@@ -104,16 +158,7 @@ def save(
                 )
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
-        entries[name] = Entry(**vars(spec), crc32=crc32(stored), sha256=sha256(stored))
-        for part, key in spec.encoding.keys(name).items():
-            if key in parts or key == "__metadata__":
-                raise ValueError(f"{name!r} cannot be stored beside a tensor named {key!r}")
-            parts[key] = _alone(stored[part], memory)
-    text = None if operator is None else str(operator)
-    trained = trained_weights(model) if isinstance(model, nn.Module) else []
-    manifest = Manifest(entries, tied, text, __version__, dict(metadata or {}), tuple(trained))
-    _write(Path(path), parts, manifest)
-    return manifest
+        yield name, spec, stored
 
 
 def _in_order(

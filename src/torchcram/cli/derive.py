@@ -199,7 +199,7 @@ def _train_on(
     from torchcram.experiments.results_store import (
         add_to_results,
         check_results,
-        outcome,
+        load_or_measure,
     )
     from torchcram.report.results_table import result_table
 
@@ -235,17 +235,17 @@ def _train_on(
                 make_step=step_maker(eager),
                 progress=watch.training,
             )
-            best = grid.tried[0]
-            out, derived, chosen = best.folder, best.derived, best.overrides
+            best = grid.trials[0]
+            out, derived, chosen = best.folder, best.finetuned, best.overrides
     if () not in recipes:
         show(grid_table(grid))
     show(derived_table(derived))
-    if not derived.origin.held:  # still dense: it can be compressed to anything
-        result = outcome(out, derived.trained, images, device=where)
+    if not derived.origin.holds_masks:  # still dense: it can be compressed to anything
+        result = load_or_measure(out, derived.trained, images, device=where)
         show(result_table(result))
     typer.echo(f"run: {out}")
     if results is not None:
-        held = derived.origin.held
+        held = derived.origin.holds_masks
         seed_result = derived.as_result() if held else result.seeds[0]
         path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
         typer.echo(f"result: {path}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.table import Table
 
-    from torchcram.experiments.finetuning import Derived, Grid
+    from torchcram.experiments.finetuning import FineTuned, Grid
     from torchcram.experiments.sweep import Point
 
 STANDARD_OUTPUT = Path("-")
@@ -37,7 +37,7 @@ def result_output(path: Path | None) -> Iterator[Write]:
             that a command fails before the work rather than after it.
     """
     from torchcram.experiments.io import json_text
-    from torchcram.experiments.io.files import naming_errors, write_atomically
+    from torchcram.experiments.io.files import name_file_in_errors, write_atomically
 
     def to_file(result: DataclassInstance) -> None:
         if path is not None:
@@ -45,7 +45,7 @@ def result_output(path: Path | None) -> Iterator[Write]:
             typer.echo(f"result: {path}")
 
     def to_output(result: DataclassInstance) -> None:
-        with naming_errors("standard output"):
+        with name_file_in_errors("standard output"):
             typer.echo(json_text.dump(result), file=out, nl=False)
 
     if path != STANDARD_OUTPUT:
@@ -92,7 +92,7 @@ def names_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
     return table
 
 
-def derived_table(derived: Derived) -> Table:
+def derived_table(derived: FineTuned) -> Table:
     """Returns a row per stage from the trained model to the fine-tuned one."""
     from rich.table import Table
     from rich.text import Text
@@ -109,7 +109,7 @@ def derived_table(derived: Derived) -> Table:
     at_start = (percent(origin.sparsity), percent(origin.model_sparsity))
     if not origin.new_head:
         table.add_row("as it was trained", percent(origin.dense), "", "")
-    if origin.held and origin.before is not None and origin.after is not None:
+    if origin.holds_masks and origin.before is not None and origin.after is not None:
         table.add_row(Text(f"compressed to {origin.at}"), percent(origin.before), *at_start)
         if tuned:
             table.add_row("batch norm tuned", percent(origin.after), *at_start)
@@ -128,7 +128,7 @@ def grid_table(grid: Grid) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    metric = grid.tried[0].derived.trained.recipe.metric
+    metric = grid.trials[0].finetuned.trained.recipe.metric
     table = Table(
         title=f"{metric} in % on the held-out samples",
         caption="the first row was chosen",
@@ -136,7 +136,7 @@ def grid_table(grid: Grid) -> Table:
     table.add_column("settings")
     for column in (metric, "rounds"):
         table.add_column(column, justify="right", no_wrap=True)
-    for tried in grid.tried:
+    for tried in grid.trials:
         table.add_row(Text(" ".join(tried.overrides)), percent(tried.held_out), str(tried.rounds))
     for overrides in grid.failed:
         table.add_row(Text(" ".join(overrides)), "failed", "")

@@ -34,7 +34,7 @@ from torchcram.experiments.results_store import (
     RESULT,
     add_to_results,
     check_results,
-    outcome,
+    load_or_measure,
 )
 from torchcram.experiments.training.parallel import Failure, Job, run_jobs, shared_gpu
 from torchcram.experiments.training.trainer import Start, load_trained, train
@@ -181,7 +181,7 @@ def _train(
             ranks=ranks,
         )
         pieces = watch.pieces("compressing", len(recipe.compress.to))
-        result = outcome(folder, trained, data, device=device, progress=pieces, ranks=ranks)
+        result = load_or_measure(folder, trained, data, device=device, progress=pieces, ranks=ranks)
     if options.results is not None and ranks.is_first:
         add_to_results(options.results, recipe, result.seeds[0])
     return result
@@ -230,7 +230,7 @@ def train_in_parallel(
     jobs = {_job(training, options, str(device)): training for training in trainings}
     environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
     share = device.type == "cuda" and at_once > 1
-    with shared_gpu(_say, wanted=share) as gpu, watching() as watch:
+    with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
         updates = {training.name: watch.training(training.name) for training in trainings}
         if watch.bars:
             for training in trainings:  # those that wait are shown too

@@ -16,7 +16,7 @@ from torchcram.experiments.bench.run import Plan, run_bench
 from torchcram.experiments.bench.timer import torch_threads
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import with_epochs
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.training.trainer import train
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _train(
         checkpoint_interval=interval,
         progress=progress,
     )
-    return outcome(folder, trained, data, device=CPU)
+    return load_or_measure(folder, trained, data, device=CPU)
 
 
 def _bench(run: Path, data: Dataset, report: Callable[[str], None]) -> Bench:

@@ -1,4 +1,4 @@
-"""A finished run compressed to many targets, each written as a file to deploy."""
+"""Export: a finished run is compressed to many targets, each written as a file to deploy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import artifact
-from torchcram.artifact.writer import find_tables, round_tables
+from torchcram.artifact.writer import find_tables, round_as_saved_, round_tables
 from torchcram.experiments.evaluation.compressed_models import compressed_models, score_on_test
 from torchcram.experiments.io.files import (
     folder_written_aside,
-    naming_errors,
+    name_file_in_errors,
     remove_leftovers,
     slug,
 )
@@ -22,7 +22,6 @@ from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.experiments.recipe.overrides import with_targets
 from torchcram.experiments.results_store import as_result, require_same_data
-from torchcram.files import temporary_folder
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from torchcram.experiments.tasks import Dataset
     from torchcram.experiments.training.trainer import Trained
 
-ENDINGS = {  # of what an export is called, by its format
+ENDINGS = {  # file name endings by format
     "torchcram": ".torchcram.safetensors",
     "safetensors": ".safetensors",
     "transformers": "",
@@ -40,17 +39,17 @@ ENDINGS = {  # of what an export is called, by its format
 }
 FORMATS = tuple(ENDINGS)
 VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SAMPLES = 4  # that an ONNX file is compared with the model on
+SAMPLES = 4  # number of samples on which an ONNX file is compared with the model
 
 
 @dataclass(frozen=True)
 class Exported:
-    """One target, written.
+    """A compressed model that was written.
 
     Attributes:
-        path: of the file or folder.
-        size: in bytes.
-        target: how good it is.
+        path: Path of the file or folder.
+        size: Size in bytes.
+        target: Scores of the model.
     """
 
     path: Path
@@ -59,34 +58,34 @@ class Exported:
 
 
 def check_options(kind: str, values: str | None, embeddings: str | None) -> None:
-    """Refuses options of `export` that do not exist or do not go together.
+    """Raises ValueError for options of `export` that do not exist or do not go together.
 
     Raises:
-        ValueError: If one is refused; it names what is allowed.
+        ValueError: If an option is not allowed; the message names what is.
     """
     if kind not in FORMATS:
         raise ValueError(f"--format {kind}: allowed are {', '.join(FORMATS)}")
     if values is not None and values not in VALUES:
         raise ValueError(f"--values {values}: allowed are {', '.join(VALUES)}")
-    for option, given in (("values", values), ("embeddings", embeddings)):
-        if given is not None and kind != "torchcram":
-            raise ValueError(f"--{option} {given}: only --format torchcram gets smaller by that")
+    for option, value in (("values", values), ("embeddings", embeddings)):
+        if value is not None and kind != "torchcram":
+            raise ValueError(f"--{option} {value}: allowed only with --format torchcram")
 
 
 def check_export(
     trained: Trained, kind: str, values: str | None, embeddings: str | None = None
 ) -> None:
-    """Refuses what cannot be written, before anything is computed.
+    """Raises ValueError for an export that is not possible, before anything is computed.
 
     Raises:
-        ValueError: If it cannot be; the message names what is allowed.
+        ValueError: If it is not possible; the message names what is allowed.
     """
     check_options(kind, values, embeddings)
     if embeddings is not None:
         round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
     if kind == "transformers" and not trained.recipe.build_task().is_transformers:
         raise ValueError(
-            f"--format transformers: {trained.recipe.model.name} is no model of Transformers"
+            f"--format transformers: {trained.recipe.model.name} is not a model of Transformers"
         )
 
 
@@ -102,29 +101,33 @@ def export(
     device: torch.device,
     progress: Callable[[object], None] | None = None,
 ) -> tuple[Result, list[Exported]]:
-    """Compresses a trained model to targets, tests each and writes it.
+    """Compresses a trained model to every target, tests it and writes it.
 
-    Each file is there as a whole or not at all, whenever the process is killed. What killed
-    processes have left in the folder is removed.
+    Files are written atomically. Temporary files of killed processes are removed from the folder.
 
     Args:
-        trained: stays as it is.
-        data: that it was trained and tested on.
-        to: folder for the files; `global:0.9` becomes `global-0.9.torchcram.safetensors`,
-            `global-0.9.safetensors`, `global-0.9` or `global-0.9.onnx`.
-        targets: operators as text.
-        kind: one of `FORMATS`.
-        values: what to round weights to that are not quantized, one of `VALUES`; they are tested
-            as they come out of the file.
-        embeddings: what to round the tables of embeddings to, "int8" say; tested likewise.
-        device: of all that is computed.
-        progress: told of every target that is measured.
+        trained: Finished training; its model stays unchanged.
+        data: Dataset that it was trained and tested on.
+        to: Folder that the files are written to; `global:0.9` becomes
+            `global-0.9.torchcram.safetensors`, `global-0.9.safetensors`, `global-0.9` or
+            `global-0.9.onnx`.
+        targets: Operators as text.
+        kind: Format, one of `FORMATS`.
+        values: Type that weights are rounded to unless they are quantized, one of `VALUES`. The
+            rounded model is the one that is tested.
+        embeddings: Quantizer of the tables of embeddings, such as "int8". The rounded model is the
+            one that is tested.
+        device: Device that everything is computed on.
+        progress: Function that is called with every target once it is written.
 
     Returns:
-        All that was measured, and what was written.
+        The scores, and the files.
     """
     check_export(trained, kind, values, embeddings)
-    rounding = {"values": None if values is None else VALUES[values], "embeddings": embeddings}
+    rounding: dict[str, Any] = {
+        "values": None if values is None else VALUES[values],
+        "embeddings": embeddings,
+    }
     trained = replace(trained, recipe=with_targets(trained.recipe, targets))
     remove_leftovers(to)
     written: list[Exported] = []
@@ -135,11 +138,11 @@ def export(
     ):
         target = small.result()
         if values is not None or embeddings is not None:
-            target = _rounded_(
-                small.model, trained, data, target=target, to=to, rounding=rounding, device=device
-            )
+            round_as_saved_(small.model, operator=target.operator, **rounding)
+            score = score_on_test(small.model, trained.recipe, data, device=device)
+            target = replace(target, after=score.value, others=score.others)
         path = to / f"{slug(target.operator)}{ENDINGS[kind]}"
-        with naming_errors(path):
+        with name_file_in_errors(path):
             _write(
                 small.model, trained, data, target=target, path=path, kind=kind, rounding=rounding
             )
@@ -147,24 +150,6 @@ def export(
         if progress is not None:
             progress(target)
     return as_result(trained, [exported.target for exported in written]), written
-
-
-def _rounded_(
-    model: nn.Module,
-    trained: Trained,
-    data: Dataset,
-    *,
-    target: TargetResult,
-    to: Path,
-    rounding: dict[str, Any],
-    device: torch.device,
-) -> TargetResult:
-    """Makes a model what its file gives back, and tests that."""
-    with temporary_folder(to / "rounded") as aside, naming_errors(to):
-        artifact.save(model, aside / "model", operator=target.operator, **rounding)
-        artifact.load(aside / "model", model)
-    score = score_on_test(model, trained.recipe, data, device=device)
-    return replace(target, after=score.value, others=score.others)
 
 
 def _write(
@@ -179,8 +164,8 @@ def _write(
 ) -> None:
     operator = target.operator
     if kind == "torchcram":
-        said = _metadata(trained, target)
-        artifact.save(model, path, operator=operator, metadata=said, **rounding)
+        metadata = _metadata(trained, target)
+        artifact.save(model, path, operator=operator, metadata=metadata, **rounding)
         return
     if kind == "safetensors":
         save_model(model, path)
@@ -227,7 +212,7 @@ def _metadata(trained: Trained, target: TargetResult) -> dict[str, object]:
 
 
 def _size(path: Path) -> int:
-    """Returns the bytes of a file, or of the weights in a folder; with what lies beside it."""
-    if path.is_dir():
-        return sum(one.stat().st_size for one in path.glob("*.safetensors"))
-    return sum(one.stat().st_size for one in path.parent.glob(f"{path.name}*"))
+    """Returns the bytes of the weights in a folder, or of a file and its external data."""
+    is_folder = path.is_dir()
+    files = path.glob("*.safetensors") if is_folder else path.parent.glob(f"{path.name}*")
+    return sum(file.stat().st_size for file in files)

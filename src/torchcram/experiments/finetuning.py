@@ -1,4 +1,4 @@
-"""Fine-tuning with masks held, and transfer to other data, of a finished and compressed model."""
+"""Fine-tuning of a compressed model with its masks held, and transfer to another dataset."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ START, ORIGIN = "start.safetensors", "start.json"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a start depends on.
+class StartKey:
+    """Settings that determine the model which a fine-tuning starts from.
 
     Attributes:
-        at: the operator that the model is compressed by, or "dense".
-        new_head: whether its last layer is replaced.
-        weights: digest of the model that is compressed.
-        seed: of the new head and of the calibration.
+        at: Operator that the model is compressed by, as text, or "dense".
+        new_head: Whether the last layer is replaced.
+        weights: Digest of the model before compression.
+        seed: Seed of the new head and of the calibration.
     """
 
     at: str
@@ -70,17 +70,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Origin(Asked):
-    """Where a training started.
+class Origin(StartKey):
+    """Model that a fine-tuning starts from, as `start.json` describes it.
 
     Attributes:
-        run: folder of the run that the model is from.
-        dense: test accuracy of that run, from 0 to 1.
-        compressed: names of the weights that were compressed, a new head not among them.
-        sparsity: zeros among them.
-        model_sparsity: zeros among all parameters.
-        before: test accuracy from 0 to 1, as compressed; None with a new head.
-        after: the same after batch-norm tuning.
+        run: Folder of the run that trained the model.
+        dense: Test accuracy of that run, from 0 to 1.
+        compressed: Names of the weights that were compressed, without those of a new head.
+        sparsity: Fraction of zeros in these weights.
+        model_sparsity: Fraction of zeros in all parameters.
+        before: Test accuracy after compression, from 0 to 1; None with a new head.
+        after: Test accuracy after compression and batch-norm tuning; None with a new head.
     """
 
     run: str
@@ -92,32 +92,32 @@ class Origin(Asked):
     after: float | None
 
     @property
-    def held(self) -> bool:
-        """Whether zeros are held."""
+    def holds_masks(self) -> bool:
+        """Whether the zeros of the start are held during training."""
         return self.at != DENSE
 
 
-def read_origin(folder: Path, asked: Asked | None = None) -> Origin | None:
-    """Returns where the run of a folder started; None where there is none yet.
+def read_origin(folder: Path, key: StartKey | None = None) -> Origin | None:
+    """Returns the origin of the run in a folder, or None if there is no run yet.
 
     Args:
-        folder: need not be there.
-        asked: what its start is to be.
+        folder: Folder of the run, which need not exist.
+        key: Settings that the start must have; None accepts any.
 
     Raises:
-        ValueError: if the folder is of another run, naming in what they differ.
+        ValueError: If the folder holds another run; the message names the differences.
     """
     path = folder / ORIGIN
     if not path.exists():
         if (folder / RUN).exists():
-            raise ValueError(f"{folder} holds another run: it did not start from a finished one")
+            raise ValueError(f"{folder} holds another run, which did not start from a finished one")
         return None
     origin = json_text.parse(Origin, path.read_bytes(), str(path))
-    wanted = {} if asked is None else asdict(asked)
-    if different := explain_differences({key: getattr(origin, key) for key in wanted}, wanted):
-        said = "; ".join(different)
+    expected = {} if key is None else asdict(key)
+    stored = {name: getattr(origin, name) for name in expected}
+    if different := explain_differences(stored, expected):
         raise ValueError(
-            f"{folder} holds another run: {said}; give this one another folder (--out)"
+            f"{folder} holds another run: {'; '.join(different)}; choose another folder (--out)"
         )
     return origin
 
@@ -127,7 +127,7 @@ def write_start(
     source: Trained,
     *,
     run: Path,
-    asked: Asked,
+    key: StartKey,
     recipe: Recipe,
     data: Dataset,
     device: torch.device,
@@ -135,10 +135,10 @@ def write_start(
     """Compresses a trained model, tunes its batch norm, scores it and writes it.
 
     Args:
-        folder: Folder of the new run; the start counts once its origin is there.
+        folder: Folder of the new run. The start is complete once `start.json` exists.
         source: Training whose model is compressed, by its own recipe.
         run: Folder of that training.
-        asked: What the start depends on.
+        key: Settings of the start.
         recipe: Recipe for training on.
         data: Dataset to calibrate and test on.
         device: Device that everything is computed on.
@@ -151,22 +151,22 @@ def write_start(
     task, names = recipe.build_task(), list(target_weights(source.recipe, model))
     before: float | None = None
     after: float | None = None
-    if asked.new_head:
-        small = _compress(source, model, asked, recipe=recipe, data=data, device=device).model
-        fresh = _replace_head_(small.cpu(), len(data.classes), asked.seed)
+    if key.new_head:
+        small = _compress(source, model, key, recipe=recipe, data=data, device=device).model
+        fresh = _replace_head_(small.cpu(), len(data.classes), key.seed)
         names = [name for name in names if name not in fresh]
         small = to_device(small, device)
         task.check_model(small, data, device=device)
-        if asked.at != DENSE:
-            tune_(small, recipe, data, device=device, seed=asked.seed)
+        if key.at != DENSE:
+            tune_(small, recipe, data, device=device, seed=key.seed)
     else:
         task.check_model(model, data, device=device)
-        start = _compress(source, model, asked, recipe=recipe, data=data, device=device)
+        start = _compress(source, model, key, recipe=recipe, data=data, device=device)
         small = start.model
         before, after = (None if score is None else score.value for score in start.scores)
     weights = dict(small.named_parameters())
     origin = Origin(
-        **asdict(asked),
+        **asdict(key),
         run=str(run),
         dense=source.finished.accuracy,
         compressed=tuple(names),
@@ -176,8 +176,8 @@ def write_start(
         after=after,
     )
     with locked(folder):
-        written = read_origin(folder, asked)
-        if written is not None:  # by another process, meanwhile
+        written = read_origin(folder, key)
+        if written is not None:  # another process was faster
             return written
         save_model(small, folder / START)
         write_atomically(folder / ORIGIN, json_text.dump(origin))
@@ -187,19 +187,19 @@ def write_start(
 def load_start(folder: Path, recipe: Recipe, *, classes: int, origin: Origin) -> Start:
     """Returns the start that `write_start` wrote, on the CPU, with the masks to hold.
 
-    Training starts from the file, so that an interrupted one continues from the same weights
-    wherever these were computed.
+    Training always starts from the file, so that an interrupted training continues from the same
+    weights on any machine.
     """
     model = build_initial_model(recipe, classes=classes, seed=0, pretrained=False)
     load_model_(model, folder / START)
-    if not origin.held:
+    if not origin.holds_masks:
         return Start(model)
     weights = dict(model.named_parameters())
     return Start(model, masks_of({name: weights[name] for name in origin.compressed}))
 
 
 def _replace_head_(model: nn.Module, classes: int, seed: int) -> set[str]:
-    """Puts a head of the seed on a model that is on the CPU; returns what belongs to it."""
+    """Replaces the head of a model on the CPU; returns the names of the new parameters."""
     earlier = dict(model.named_parameters())
     with global_seed(seed):
         replace_head_(model, classes)
@@ -216,42 +216,42 @@ class _Compressed(NamedTuple):
 def _compress(
     source: Trained,
     model: nn.Module,
-    asked: Asked,
+    key: StartKey,
     *,
     recipe: Recipe,
     data: Dataset,
     device: torch.device,
 ) -> _Compressed:
     """Returns a compressed copy of a model; tuned and scored unless it gets a new head."""
-    if asked.at == DENSE:
+    if key.at == DENSE:
         score = None
-        if not asked.new_head:
+        if not key.new_head:
             score = score_on_test(model, recipe, data, device=device)
         return _Compressed(model, (score, score))
-    operator, calibration = parse_pruner(asked.at), data
+    operator, calibration = parse_pruner(key.at), data
     if looks_at_data(operator):
         if not isinstance(operator, Pruner):
-            raise _undone(operator)
-        if asked.new_head:
+            raise _not_a_pruning(operator)
+        if key.new_head:
             raise ValueError(
-                f"{asked.at} looks at the data that the model was trained on, not at "
+                f"{key.at} looks at the data that the model was trained on, not at "
                 f"{data.name!r}; allowed: operators such as global:0.9, and {DENSE!r}"
             )
         stop = recipe.train.early_stopping
         if stop is not None:  # no pruner sees what early stopping holds out
             calibration = recipe.build_task().hold_out(data, stop.held_out)
     elif not _only_prunes(operator, model, source.recipe):
-        raise _undone(operator)
+        raise _not_a_pruning(operator)
     (small,) = compressed_models(
         model,
         source.recipe,
         data,
-        [asked.at],
+        [key.at],
         device=device,
-        seed=asked.seed,
-        trials=0 if asked.new_head else 1,
-        score_before=not asked.new_head,
-        score_after=not asked.new_head,
+        seed=key.seed,
+        trials=0 if key.new_head else 1,
+        score_before=not key.new_head,
+        score_after=not key.new_head,
         calibration=calibration,
     )
     return _Compressed(small.model, (small.before, small.after[0] if small.after else None))
@@ -269,23 +269,23 @@ def _only_prunes(operator: Operator, model: nn.Module, recipe: Recipe) -> bool:
     )
 
 
-def _undone(operator: Operator) -> ValueError:
+def _not_a_pruning(operator: Operator) -> ValueError:
     return ValueError(
-        f"{operator} changes weights other than to zero, and training on would undo that; allowed: "
+        f"{operator} does more than set weights to zero, which fine-tuning would undo; allowed: "
         "operators that only set weights to zero, such as global:0.9 or nm:2:4, pruners, and "
         f"{DENSE!r}"
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Derived:
-    """A finished training that started from another.
+class FineTuned:
+    """A finished fine-tuning or transfer.
 
     Attributes:
-        trained: what came out.
-        origin: where it started.
-        sparsity: zeros among the weights that were compressed, at the end.
-        model_sparsity: the same among all parameters.
+        trained: Finished training.
+        origin: Model that it started from.
+        sparsity: Fraction of zeros at the end in the weights that were compressed.
+        model_sparsity: Fraction of zeros at the end in all parameters.
     """
 
     trained: Trained
@@ -294,10 +294,10 @@ class Derived:
     model_sparsity: float
 
     def as_result(self) -> SeedResult:
-        """Returns it as a target of the run that it is from: what one shot gave, and what this."""
+        """Returns a result with one target: one-shot accuracy as `before`, this as `after`."""
         origin, info, finished = self.origin, self.trained.info, self.trained.finished
         if origin.after is None:
-            raise ValueError(f"{self.trained.recipe.name}: with a new head there is no one shot")
+            raise ValueError(f"{self.trained.recipe.name}: a new head has no one-shot accuracy")
         target = TargetResult(
             operator=origin.at,
             sparsity=self.sparsity,
@@ -330,30 +330,30 @@ def finetune(
     make_step: MakeStep = EagerStep,
     eval_interval: int = 1,
     progress: Progress | None = None,
-) -> Derived:
+) -> FineTuned:
     """Compresses the model of a run, tunes its batch norm, and trains on with the masks held.
 
-    Where the recipe has `train.distillation`, it learns from the model as that was before. As
+    Where the recipe has `train.distillation`, the teacher is the model before compression. Like
     `train`, it continues where an earlier call on the same folder stopped.
 
     Args:
-        run_folder: of a finished training.
-        at: an operator that only sets weights to zero, or a pruner, as text; or "dense" for none.
-        out: folder for the new run.
-        recipe: for training on; `finetune_recipe` or `transfer_recipe` makes it.
-        data: to train and test on.
-        device: of all that is computed.
-        new_head: whether to replace the last layer by a fresh one for the classes of `data`, which
-            has no mask.
-        seed: of the head, the batches and the calibration; by default that of the run.
-        make_step: how steps are taken.
-        eval_interval: test accuracy is measured after every so many epochs.
-        progress: told of every epoch.
+        run_folder: Folder of a finished training.
+        at: Operator that only sets weights to zero, or pruner, as text; "dense" does not compress.
+        out: Folder of the new run.
+        recipe: Recipe of the fine-tuning, from `finetune_recipe` or `transfer_recipe`.
+        data: Dataset to train and test on.
+        device: Device that everything is computed on.
+        new_head: Whether to replace the last layer by a new one for the classes of `data`. The new
+            layer has no mask.
+        seed: Seed of the head, the batches and the calibration; by default that of the run.
+        make_step: Function that makes the `Step`: eager, or as CUDA graphs.
+        eval_interval: Number of epochs between two tests.
+        progress: Function that is called after every epoch.
 
     Raises:
-        ValueError: for an operator that does more than set weights to zero, for a recipe with
-            another model, for other data without a new head, for a folder of another run, and if a
-            weight that was zero is not any more.
+        ValueError: If the operator does more than set weights to zero, the recipe has another
+            model, the data differs and there is no new head, the folder holds another run, or a
+            pruned weight is not zero after training.
     """
     source = load_trained(run_folder, torch.device("cpu"))
     ours, theirs = source.recipe.model.name, recipe.model.name
@@ -364,25 +364,25 @@ def finetune(
             task.require_transfer()
     if new_head and recipe.train.distillation is not None:
         raise ValueError(
-            f"{recipe.name}: train.distillation learns from a model of the same classes, and a new "
-            "head has others; allowed: null"
+            f"{recipe.name}: train.distillation needs a teacher with the same classes, and a new "
+            "head has other classes; allowed: null"
         )
     known, needed = len(source.info.data.classes), len(data.classes)
     if known != needed and not new_head:
         raise ValueError(
-            f"{run_folder} has {known} classes, {data.name!r} has {needed}: that takes a new head, "
-            "as `torchcram transfer` gives it"
+            f"{run_folder} has {known} classes, {data.name!r} has {needed}: the model needs a new "
+            "head, which `torchcram transfer` adds"
         )
     different = explain_differences(plain(source.info.data), plain(DataInfo.of(data)))
     if different and not new_head:
-        raise ValueError(f"{run_folder}: the run is of other data: {'; '.join(different)}")
+        raise ValueError(f"{run_folder} was trained on other data: {'; '.join(different)}")
     at = read_at(at)
     seed = source.info.seed if seed is None else seed
-    asked = Asked(at, new_head, digest(source.model.state_dict()), seed)
-    origin = read_origin(out, asked)  # refuses the folder of another run before anything is made
+    key = StartKey(at, new_head, digest(source.model.state_dict()), seed)
+    origin = read_origin(out, key)  # refuses the folder of another run before any work
     if origin is None:
         origin = write_start(
-            out, source, run=run_folder, asked=asked, recipe=recipe, data=data, device=device
+            out, source, run=run_folder, key=key, recipe=recipe, data=data, device=device
         )
     start = load_start(out, recipe, classes=needed, origin=origin)
     if recipe.train.distillation is not None:
@@ -401,44 +401,44 @@ def finetune(
     return _checked(out, trained, origin, start)
 
 
-def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> Derived:
+def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> FineTuned:
     weights = {name: value.detach().cpu() for name, value in trained.model.named_parameters()}
     for name, mask in (start.masks or {}).items():
         if back := int(weights[name][mask.logical_not()].count_nonzero()):
-            raise ValueError(f"{out}: {back} weights of {name!r} were zero, and are not any more")
+            raise ValueError(f"{out}: {back} pruned weights of {name!r} are not zero any more")
     compressed = {name: weights[name] for name in origin.compressed}
-    return Derived(trained, origin, sparsity(compressed), sparsity(weights))
+    return FineTuned(trained, origin, sparsity(compressed), sparsity(weights))
 
 
 @dataclass(frozen=True, eq=False)
-class Tried:
-    """Settings, and what they came to.
+class Trial:
+    """A fine-tuning with one choice of settings, and its score.
 
     Attributes:
-        overrides: such as "optimizer.lr=3e-5".
-        folder: of the run.
-        held_out: the best metric on what was held out.
-        rounds: how many there were, a test after each.
-        derived: the fine-tuned model; what it comes to on the test split chooses nothing.
+        overrides: Settings on top of the recipe, such as "optimizer.lr=3e-5".
+        folder: Folder of the run.
+        held_out: Best metric on the held-out part of the training split.
+        rounds: Number of rounds; each ends with a test.
+        finetuned: Fine-tuned model. Its score on the test split plays no part in the choice.
     """
 
     overrides: Overrides
     folder: Path
     held_out: float
     rounds: int
-    derived: Derived
+    finetuned: FineTuned
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """All that was tried.
+    """The trials of a grid of settings.
 
     Attributes:
-        tried: the best on what was held out first.
-        failed: settings whose loss was not finite, and what was said.
+        trials: Trials that finished, the best on the held-out part first.
+        failed: Error messages of the trials whose loss was not finite, by their settings.
     """
 
-    tried: list[Tried]
+    trials: list[Trial]
     failed: dict[Overrides, str]
 
 
@@ -454,45 +454,46 @@ def finetune_grid(
     make_step: MakeStep = EagerStep,
     progress: Callable[[str], Progress] | None = None,
 ) -> Grid:
-    """Fine-tunes by every recipe, each in a folder of its own; all start from the same weights.
+    """Fine-tunes with every recipe, each in its own folder, all from the same weights.
 
-    One whose loss is not finite fails alone.
+    A trial whose loss is not finite fails, and the others go on.
 
     Args:
-        run_folder: of a finished training.
-        at: as `finetune` takes it.
-        out: folder for all of it.
-        recipes: by what sets them apart; all with early stopping.
-        data: to train and test on.
-        device: of all that is computed.
-        seed: as `finetune` takes it.
-        make_step: how steps are taken.
-        progress: called with the name of a point for what is told of it.
+        run_folder: Folder of a finished training.
+        at: Operator or pruner, as `finetune` takes it.
+        out: Folder that the folders of the trials are made in.
+        recipes: Recipes by the settings in which they differ; all have early stopping.
+        data: Dataset to train and test on.
+        device: Device that everything is computed on.
+        seed: Seed, as `finetune` takes it.
+        make_step: Function that makes the `Step`: eager, or as CUDA graphs.
+        progress: Function that takes the settings of a trial and returns its progress function.
 
     Raises:
-        ValueError: if recipes do not hold out the same part, if all fail, and as `finetune`.
+        ValueError: If the recipes do not hold out the same part, if every trial fails, or if
+            `finetune` refuses something.
     """
     tasks = [recipe.build_task() for recipe in recipes.values()]
     tasks[0].require_same_data(tasks)
     stops = [recipe.train.early_stopping for recipe in recipes.values()]
     if None in stops:
         raise ValueError(
-            "a grid chooses on what train.early_stopping holds out, and it is null; allowed: "
-            "recipes of texts that have it"
+            "a grid is scored on the part that train.early_stopping holds out, and it is null; "
+            "allowed: recipes for texts with train.early_stopping"
         )
     if len({stop.held_out for stop in stops if stop}) > 1:
         raise ValueError(
-            "train.early_stopping.held_out is not the same for all points: they are compared on "
-            "one part"
+            "train.early_stopping.held_out differs between the points of the grid; it must be the "
+            "same, as they are compared on that part"
         )
-    tried: list[Tried] = []
+    trials: list[Trial] = []
     failed: dict[Overrides, str] = {}
     for overrides, recipe in recipes.items():
         folder = out / folder_name(overrides)
-        if tried:
-            _share_start(tried[0].folder, folder)
+        if trials:
+            _share_start(trials[0].folder, folder)
         try:
-            derived = finetune(
+            finetuned = finetune(
                 run_folder,
                 at,
                 folder,
@@ -507,16 +508,16 @@ def finetune_grid(
             failed[overrides] = str(error)
             continue
         values = held_out_values(folder)
-        tried.append(Tried(overrides, folder, max(values), len(values), derived))
-    if not tried:
+        trials.append(Trial(overrides, folder, max(values), len(values), finetuned))
+    if not trials:
         first = next(iter(failed))
         raise ValueError(f"every training failed; the first, {' '.join(first)}: {failed[first]}")
-    return Grid(sorted(tried, key=lambda one: one.held_out, reverse=True), failed)
+    return Grid(sorted(trials, key=lambda trial: trial.held_out, reverse=True), failed)
 
 
 def _share_start(source: Path, folder: Path) -> None:
-    """Spares a pruner its work: a start that was computed anew might differ in the last digits."""
+    """Copies the start of another trial; one computed again might differ in the last digits."""
     with locked(folder):
         if not (folder / ORIGIN).exists():
-            for name in (START, ORIGIN):  # which counts once the second is there
+            for name in (START, ORIGIN):  # the start is complete once the second exists
                 write_atomically(folder / name, (source / name).read_bytes())

@@ -1,4 +1,4 @@
-"""What a result was computed with, and where."""
+"""Names of the machine and versions of the packages that a result was computed with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PACKAGES = ("torch", "torchvision", "transformers", "numpy", "scikit-learn")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of this package, of Python, CUDA and what the numbers depend on."""
-    found = {"torchcram": __version__, "python": platform.python_version()}
-    found.update((package, text) for package in PACKAGES if (text := _version(package)))
+    """Returns the versions of torchcram, Python, CUDA and the packages that results depend on."""
+    named = {"torchcram": __version__, "python": platform.python_version()}
+    named.update((package, text) for package in PACKAGES if (text := _version(package)))
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        named["cuda"] = torch.version.cuda
+    return named
 
 
 def _version(package: str) -> str | None:
@@ -38,7 +38,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def _cpu_model() -> str | None:
-    """Returns what Linux calls the first processor."""
+    """Returns the model name of the first processor, on Linux."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -143,7 +143,7 @@ class Ranks:
         for rank, (_, other) in enumerate(reports):
             if different := explain_differences(other, reports[0][1]):
                 raise ValueError(
-                    f"{_name(rank, reports)} is given other work than process 0: "
+                    f"{_name(rank, reports)} has other settings than process 0: "
                     f"{'; '.join(different)}"
                 )
 

@@ -1,4 +1,4 @@
-"""What a finished training comes to at the targets of its recipe: in its folder, and collected."""
+"""Results of finished trainings: measured, kept in the run folder, and collected over seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchcram.experiments.evaluation.results import (
 )
 from torchcram.experiments.io.dataclass_io import plain
 from torchcram.experiments.io.dict_diff import explain_differences
-from torchcram.experiments.io.files import remove_leftovers, taking_turns
+from torchcram.experiments.io.files import one_process_at_a_time, remove_leftovers
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.training.run_folder import DataInfo
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RESULT = "result.json"
 
 
-def outcome(
+def load_or_measure(
     folder: Path,
     trained: Trained,
     data: Dataset,
@@ -42,25 +42,26 @@ def outcome(
     progress: Callable[[TargetResult], None] | None = None,
     ranks: Ranks = SINGLE,
 ) -> Result:
-    """Returns what the model comes to at the targets of its recipe, and leaves it in the folder.
+    """Returns the scores of a trained model at the targets of its recipe.
 
-    What the folder says already is taken if it is of this training and these targets.
+    They are read from the folder if it has them for this training and these targets; otherwise
+    they are measured and written there.
 
     Args:
-        folder: of the run.
-        trained: what it came to.
-        data: that it was trained and tested on.
-        device: of all that is computed.
-        file: in the folder.
-        progress: told of every target that is measured.
+        folder: Folder of the run.
+        trained: Finished training.
+        data: Dataset that it was trained and tested on.
+        device: Device that everything is computed on.
+        file: Name of the result file in the folder.
+        progress: Function that is called with every target as soon as it is scored.
         ranks: Processes that share the work; rank 0 writes the files.
     """
-    found = ranks.broadcast_from_rank0(lambda: _read(folder / file, trained))
-    if found is None:
-        found = measure(trained, data, device=device, progress=progress, ranks=ranks)
+    result = ranks.broadcast_from_rank0(lambda: _read(folder / file, trained))
+    if result is None:
+        result = measure(trained, data, device=device, progress=progress, ranks=ranks)
         if ranks.is_first:
-            write_result(found, folder / file)
-    return found
+            write_result(result, folder / file)
+    return result
 
 
 def measure(
@@ -73,19 +74,19 @@ def measure(
     progress: Callable[[TargetResult], None] | None = None,
     ranks: Ranks = SINGLE,
 ) -> Result:
-    """Returns what the model comes to at the targets of its recipe.
+    """Compresses a trained model to the targets of its recipe and returns the scores.
 
     Args:
-        trained: what to compress.
-        data: that it was trained and tested on.
-        device: of all that is computed.
-        trials: how many calibration sets.
-        save_to: Folder for the compressed models.
-        progress: told of every target that is measured.
+        trained: Finished training whose model is compressed; it stays unchanged.
+        data: Dataset that it was trained and tested on.
+        device: Device that everything is computed on.
+        trials: Number of calibration sets.
+        save_to: Folder that the compressed models are written to; None does not write them.
+        progress: Function that is called with every target as soon as it is scored.
         ranks: Processes that share the work; rank 0 writes the files.
 
     Raises:
-        ValueError: if the model was trained or tested on other data.
+        ValueError: If the model was trained or tested on other data.
     """
     require_same_data(trained, data)
     targets = one_shot(
@@ -107,7 +108,9 @@ def require_same_data(trained: Trained, data: Dataset) -> None:
     """Raises ValueError, naming how they differ, unless a model was trained on this dataset."""
     info = trained.info
     if different := explain_differences(plain(info.data), plain(DataInfo.of(data))):
-        raise ValueError(f"{info.data.name}: the run is of other data: {'; '.join(different)}")
+        raise ValueError(
+            f"{info.data.name}: the run was trained on other data: {'; '.join(different)}"
+        )
 
 
 def as_result(trained: Trained, targets: Sequence[TargetResult]) -> Result:
@@ -127,15 +130,16 @@ def as_result(trained: Trained, targets: Sequence[TargetResult]) -> Result:
 
 
 def _read(path: Path, trained: Trained) -> Result | None:
+    """Returns the result in a file, or None unless it is that of this training and recipe."""
     try:
-        found = read_result(path)
-        (seed,) = found.seeds
-        titled = merge_seed(found, trained.recipe, seed)  # refuses another recipe
+        stored = read_result(path)
+        (seed,) = stored.seeds
+        titled = merge_seed(stored, trained.recipe, seed)  # refuses another recipe
     except (OSError, ValueError):
         return None
     if (seed.seed, seed.dense) != (trained.info.seed, trained.finished.accuracy):
         return None
-    if titled != found:
+    if titled != stored:
         write_result(titled, path)
     return titled
 
@@ -148,22 +152,22 @@ def check_results(folder: Path, recipe: Recipe, seed: int) -> None:
 
 
 def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
-    """Puts a seed into `<task>/<model>/<method>.json`, while no other process does.
+    """Adds a seed to `<task>/<model>/<method>.json`; several processes take turns.
 
-    Targets that the file has of the same training stay, where they were not measured anew.
+    Targets of the same training that are already in the file stay, unless they were measured again.
 
     Args:
-        folder: of results; made if it is not there.
-        recipe: by which the seed was trained.
-        seed: what came out.
+        folder: Folder of results, which is made if it does not exist.
+        recipe: Recipe that the seed was trained with.
+        seed: Scores of the seed.
 
     Returns:
-        The path of the file.
+        Path of the file.
 
     Raises:
-        ValueError: if earlier seeds were trained by another recipe.
+        ValueError: If earlier seeds were trained with another recipe.
     """
-    with taking_turns(folder):
+    with one_process_at_a_time(folder):
         earlier = _earlier(folder, recipe)
         result = merge_seed(earlier, recipe, _with_earlier(earlier, seed))
         remove_leftovers((folder / result.path).parent)
@@ -172,11 +176,11 @@ def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
 
 
 def _with_earlier(earlier: Result | None, seed: SeedResult) -> SeedResult:
-    """Returns a seed with further targets that the same training was compressed to before."""
-    found = [one for one in (earlier.seeds if earlier else ()) if one.seed == seed.seed]
-    if not found or (found[0].dense, found[0].seconds) != (seed.dense, seed.seconds):
+    """Returns a seed with the targets of an earlier measurement of the same training added."""
+    stored = [other for other in (earlier.seeds if earlier else ()) if other.seed == seed.seed]
+    if not stored or (stored[0].dense, stored[0].seconds) != (seed.dense, seed.seconds):
         return seed
-    measured = {one.operator: one for one in (*found[0].targets, *seed.targets)}
+    measured = {target.operator: target for target in (*stored[0].targets, *seed.targets)}
     return replace(seed, targets=tuple(measured.values()))
 
 

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but what they are asked for with."""
+"""Seeds and random generators that depend on nothing but a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def mixed(*key: int | str) -> int:
-    """Returns 63 bits that look random and are the same for the same key, everywhere."""
+    """Returns a seed of 63 bits that depends on the key alone, on every machine."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -22,7 +22,7 @@ def seeded(*key: int | str) -> torch.Generator:
 
 @contextmanager
 def global_seed(seed: int) -> Iterator[None]:
-    """Seeds the global generator of the CPU for a `with` block; puts it back afterwards."""
+    """Seeds the global CPU generator for a `with` block and restores it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPUs too
         yield

@@ -1,4 +1,4 @@
-"""Settings tried out on a part of the training set, scored after one-shot compression."""
+"""Sweeps over settings, scored after one-shot compression on held-out training data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchcram import parse_operator
 from torchcram.experiments.evaluation.results import mean
 from torchcram.experiments.io import yaml_text
 from torchcram.experiments.recipe.overrides import Overrides, folder_name, with_targets
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.training.steps import EagerStep, MakeStep
 from torchcram.experiments.training.trainer import Progress, train
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.tasks import Dataset
 
-HELD_OUT = 0.1  # of the training set, to validate on
+HELD_OUT = 0.1  # fraction of the training split to validate on
 VALIDATION = "validation.json"
-FIXED = ("name", "title", "data", "text", "compress")  # what all points have in common
+FIXED = ("name", "title", "data", "text", "compress")  # sections that all points share
 
 
 @dataclass(frozen=True)
 class Point:
-    """Settings, and what they came to on the images held out.
+    """A choice of settings, and its scores on the held-out part of the training split.
 
     Attributes:
-        overrides: such as "cram.rho=0.1".
-        folder: of the run, as named below that of the sweep.
-        score: mean accuracy after compression and batch-norm tuning; None if the training failed.
-        dense: accuracy of the model as trained.
-        targets: accuracy after compression and batch-norm tuning, by operator.
-        failed: why, if it did.
+        overrides: Settings on top of the recipe, such as "cram.rho=0.1".
+        folder: Name of the run's folder within the folder of the sweep.
+        score: Mean accuracy after compression and batch-norm tuning; None if the training failed.
+        dense: Accuracy of the dense model; None if the training failed.
+        targets: Accuracy after compression and batch-norm tuning, by operator.
+        failed: Error message if the training failed.
     """
 
     overrides: Overrides
@@ -51,27 +51,27 @@ class Point:
 
 
 def read_grid(texts: Sequence[str]) -> list[Overrides]:
-    """Returns all combinations of "cram.rho=0.01,0.05" and others, the last one changing fastest.
+    """Returns all combinations of axes such as "cram.rho=0.01,0.05"; the last changes fastest.
 
     Values are YAML, so a list is one value: "cram.operators=[global:0.5],[global:0.5, global:0.9]".
 
     Raises:
-        ValueError: naming what cannot be read, is given twice, or cannot differ.
+        ValueError: If an axis cannot be read, is repeated, or is the same for all points.
     """
     axes: dict[str, list[str]] = {}
     for text in texts:
-        key, equals, given = text.partition("=")
+        key, equals, listed = text.partition("=")
         key = key.strip()
-        values = yaml_text.parse(f"[{given}]", f"grid {text!r}") if equals else None
+        values = yaml_text.parse(f"[{listed}]", f"grid {text!r}") if equals else None
         if not key or not values:
             raise ValueError(f"grid {text!r}: allowed is KEY=VALUE,VALUE such as cram.rho=0.05,0.1")
         if key.split(".")[0] in FIXED:
             raise ValueError(f"grid {text!r}: {key} is the same for all points of a sweep")
         if key in axes:
-            raise ValueError(f"grid {text!r}: {key} is there already")
+            raise ValueError(f"grid {text!r}: {key} is given twice")
         axes[key] = [f"{key}={_text(value)}" for value in values]
         if len(set(axes[key])) < len(axes[key]):
-            raise ValueError(f"grid {text!r}: a value is there twice")
+            raise ValueError(f"grid {text!r}: a value is given twice")
     return list(itertools.product(*axes.values()))
 
 
@@ -86,40 +86,40 @@ def sweep(
     make_step: MakeStep = EagerStep,
     progress: Callable[[str], Progress] | None = None,
 ) -> list[Point]:
-    """Trains by every recipe on nine tenths of the training set, and scores on the last.
+    """Trains with every recipe on nine tenths of the training split, and scores on the rest.
 
-    Every point is a run in its own folder; an interrupted sweep continues. One whose loss is not
-    finite fails alone.
+    Every point is a run in its own folder; an interrupted sweep continues. A training whose loss
+    is not finite fails, and the others go on.
 
     Args:
-        recipes: by what sets them apart.
-        out: folder for all of it.
-        data: whose training set is divided; its test set is not looked at.
-        device: of all that is computed.
-        seed: of every training.
-        score: operators to score on, as text; by default the targets of the recipe.
-        make_step: how steps are taken.
-        progress: called with the name of a point for what is told of its epochs.
+        recipes: Recipes by the settings in which they differ.
+        out: Folder that the folders of the runs are made in.
+        data: Dataset whose training split is divided; its test split is not used.
+        device: Device that everything is computed on.
+        seed: Seed of every training.
+        score: Operators to score on, as text; by default the targets of the recipe.
+        make_step: Function that makes the `Step`: eager, or as CUDA graphs.
+        progress: Function that takes the settings of a point and returns its progress function.
 
     Returns:
-        The points, best first; where scores are equal, in the order they were given.
+        The points, best first; points with equal scores keep their order.
 
     Raises:
-        ValueError: if texts would have to be tokenised for more than one model.
+        ValueError: If texts would have to be tokenized for more than one model.
     """
     tasks = [recipe.build_task() for recipe in recipes.values()]
     tasks[0].require_same_data(tasks)
-    held = tasks[0].hold_out(data, HELD_OUT)
-    wanted = [str(parse_operator(text)) for text in score]
+    divided = tasks[0].hold_out(data, HELD_OUT)
+    scored = [str(parse_operator(text)) for text in score]
     points = []
     for overrides, recipe in recipes.items():
         name = folder_name(overrides)
-        targets = list(dict.fromkeys([*recipe.compress.to, *wanted]))
+        targets = list(dict.fromkeys([*recipe.compress.to, *scored]))
         try:
             trained = train(
                 with_targets(recipe, targets),
                 out / name,
-                data=held,
+                data=divided,
                 seed=seed,
                 device=device,
                 make_step=make_step,
@@ -128,11 +128,17 @@ def sweep(
         except FloatingPointError as error:
             points.append(Point(overrides, name, None, None, {}, str(error)))
             continue
-        found = outcome(out / name, trained, held, device=device, file=VALIDATION).seeds[0]
-        after = {target.operator: target.after for target in found.targets}
-        value = mean([after[operator] for operator in wanted or recipe.compress.to])
-        points.append(Point(overrides, name, value, found.dense, after))
-    return sorted(points, key=lambda one: -1.0 if one.score is None else one.score, reverse=True)
+        result = load_or_measure(out / name, trained, divided, device=device, file=VALIDATION)
+        (seed_result,) = result.seeds
+        after = {target.operator: target.after for target in seed_result.targets}
+        value = mean([after[operator] for operator in scored or recipe.compress.to])
+        points.append(Point(overrides, name, value, seed_result.dense, after))
+    return sorted(points, key=_rank, reverse=True)
+
+
+def _rank(point: Point) -> float:
+    """Returns the score of a point, or less than any score if its training failed."""
+    return -1.0 if point.score is None else point.score
 
 
 def _text(value: object) -> str:

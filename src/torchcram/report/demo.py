@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from torchcram.experiments.io.files import naming_errors
+from torchcram.experiments.io.files import name_file_in_errors
 from torchcram.files import written_aside
 from torchcram.report import summary
 from torchcram.report.markdown_tables import markdown_table
@@ -110,5 +110,5 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     with ExitStack() as written:
         for name, content in contents.items():
             path = folder / name
-            written.enter_context(naming_errors(path))
+            written.enter_context(name_file_in_errors(path))
             written.enter_context(written_aside(path)).write_bytes(content)

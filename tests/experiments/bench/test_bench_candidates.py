@@ -11,7 +11,7 @@ from torchcram.experiments.bench.candidates import (
 )
 from torchcram.experiments.evaluation.compressed_models import one_shot, read_targets
 from torchcram.experiments.io.weights import load_model_
-from torchcram.experiments.results_store import outcome
+from torchcram.experiments.results_store import load_or_measure
 
 TARGETS = ["global:0.9", "nm:2:4", "global:0.8+int4", "wanda@uniform:0.5"]
 
@@ -68,7 +68,7 @@ def test_the_trained_model_stays_as_it_is(trained, data):
 def test_accuracies_come_from_the_result_of_the_same_training(trained, data, tmp_path):
     folder, one = trained
     assert known_accuracies(tmp_path, one) == {}
-    result = outcome(tmp_path, one, data, device=CPU)
+    result = load_or_measure(tmp_path, one, data, device=CPU)
     known = known_accuracies(tmp_path, one)
     assert known == {target.operator: target.after for target in result.seeds[0].targets}
     assert set(known) == {"global:0.5", "int4"}
@@ -84,8 +84,8 @@ def test_accuracies_come_from_the_result_of_the_same_training(trained, data, tmp
     [
         (["half"], "'half'"),
         (["global:0.3-0.9"], "is a range"),
-        (["int4", "int4"], "'int4' comes twice"),
-        (["global:.5", "global:0.5"], "'global:0.5' comes twice"),
+        (["int4", "int4"], "'int4' is given twice"),
+        (["global:.5", "global:0.5"], "'global:0.5' is given twice"),
     ],
 )
 def test_bad_targets_are_refused(targets, said):

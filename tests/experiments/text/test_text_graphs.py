@@ -7,7 +7,7 @@ from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training import cuda_graph_steps as graphs
 from torchcram.experiments.training.cuda_graph_steps import (
-    TextGraphStep,
+    GraphStep,
     can_be_captured,
     make_step,
 )
@@ -37,7 +37,7 @@ def test_steps_are_those_of_a_training_without_graphs(method, parts, tiny, quest
     recipe = load_recipe(f"squad/minilm-l6/{method}", [f"model.name={tiny}", *SETS])
     data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size).in_parts(parts)
     ends = []
-    for kind in (EagerStep, TextGraphStep):
+    for kind in (EagerStep, GraphStep):
         torch.manual_seed(0)
         model = build_initial_model(recipe, classes=2, seed=0).train()
         optimizer = build_optimizer(recipe, model, seed=0)
@@ -77,6 +77,24 @@ def test_a_cpu_takes_plain_steps(tiny, questions):
     assert type(step) is EagerStep
 
 
+@pytest.mark.parametrize(("sets", "captured"), [([], True), (["cram.mask_interval=2"], False)])
+def test_a_gpu_takes_captured_steps_without_compilation(
+    sets, captured, tiny, questions, monkeypatch
+):
+    recipe = load_recipe("squad/minilm-l6/cram-plus-multi", [f"model.name={tiny}", *SETS, *sets])
+    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
+    model = build_initial_model(recipe, classes=2, seed=0)
+    batches = build_batches(recipe, data, train=True, device=CPU, seed=0)
+    assert isinstance(batches, graphs.CapturableBatches)
+    for kind in ("GraphStep", "EagerStep"):
+        monkeypatch.setattr(
+            graphs, kind, lambda *_, kind=kind, compiled=False, **__: (kind, compiled)
+        )
+    optimizer, device = build_optimizer(recipe, model, seed=0), torch.device("cuda")
+    step = make_step(model, optimizer, batches, recipe.train, device, compiled=True)
+    assert step == ("GraphStep" if captured else "EagerStep", False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["adam", "cram-plus-multi"])
 def test_graphs_train_as_plain_steps_do(method, tiny, questions):
@@ -86,7 +104,7 @@ def test_graphs_train_as_plain_steps_do(method, tiny, questions):
     recipe = load_recipe(f"squad/minilm-l6/{method}", sets)
     data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
     ends = []
-    for kind in (EagerStep, TextGraphStep):
+    for kind in (EagerStep, GraphStep):
         model = build_initial_model(recipe, classes=2, seed=0).to(device)
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

@@ -1,1 +1,1 @@
-"""Compressed models and their scores; results."""
+"""Compresses trained models, scores them, and reads and writes the results."""

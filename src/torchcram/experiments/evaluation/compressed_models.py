@@ -47,9 +47,9 @@ class CompressedModel:
     Attributes:
         operator: Operator that compressed it.
         model: Compressed model; batch norm is tuned on the first calibration set.
-        before: Score with the batch-norm statistics of training; None if not asked for.
+        before: Score with the batch-norm statistics of training; None if it was not computed.
         after: Scores with the statistics of each calibration set; the score before where the task
-            has no batch norm, and nothing if not asked for.
+            has no batch norm; empty if they were not computed.
         sparsity: Fraction of zeros in the weights that are compressed.
         model_sparsity: Fraction of zeros in all parameters.
         seconds: Time that a pruner took; None for operators that do not look at data.
@@ -162,16 +162,16 @@ def _compress_each(
         small, seconds = _compress_one(
             model, operator, recipe, data=calibration, device=device, seed=seed, ranks=ranks
         )
-        wanted = score_after(str(operator))
-        before = scored(small) if score_before or (wanted and not trials) else None
-        after = [before] if before is not None and wanted and not trials else []
-        first = small  # it sees no calibration set but the first
+        scores_after = score_after(str(operator))
+        before = scored(small) if score_before or (scores_after and not trials) else None
+        after = [before] if before is not None and scores_after and not trials else []
+        first = small  # is tuned on the first calibration set only
         for trial in range(trials):
             if trial == 1:
                 first = copy.deepcopy(small)
             tune_(small, recipe, calibration, device=device, seed=seed, trial=trial)
             ranks.broadcast_buffers_(small)
-            if wanted:
+            if scores_after:
                 after.append(scored(small))
         parameters = dict(first.named_parameters())
         yield CompressedModel(
@@ -214,7 +214,7 @@ def one_shot(
         ranks: Processes that share the test; rank 0 writes the files.
     """
     if trials < 1:
-        raise ValueError(f"trials={trials!r} is not a positive number")
+        raise ValueError(f"trials={trials!r}: at least 1 is allowed")
     results = []
     for small in compressed_models(
         model, recipe, data, targets, device=device, seed=seed, trials=trials, ranks=ranks
@@ -301,9 +301,9 @@ def read_targets(targets: Sequence[str]) -> list[Operator]:
     for text in targets:
         operator = parse_pruner(text)
         if operator.is_range:
-            raise ValueError(f"target {str(operator)!r} is a range; a target is one operator")
+            raise ValueError(f"target {str(operator)!r} is a range; allowed: one sparsity")
         if operator in operators:
-            raise ValueError(f"target {str(operator)!r} comes twice")
+            raise ValueError(f"target {str(operator)!r} is given twice")
         operators.append(operator)
     return operators
 
@@ -384,7 +384,7 @@ def pruned(
 
 
 class _FirstBatches:
-    """The first batches, the same at every pass; those of further epochs where one has too few.
+    """The same first batches at every pass, from several epochs if one has too few.
 
     Args:
         batches: Batches to take them from.
@@ -407,7 +407,7 @@ class _FirstBatches:
 
 @contextmanager
 def _warnings_to_log() -> Iterator[None]:
-    """Puts warnings into the log, where they stop nothing."""
+    """Writes warnings to the log instead, so that a warning filter cannot turn them into errors."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -23,19 +23,19 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # becomes part of a path
 
 @dataclass(frozen=True)
 class TargetResult:
-    """A trained model compressed in one shot.
+    """Scores of a trained model that was compressed in one shot.
 
     Attributes:
-        operator: what it was compressed by, as text.
-        sparsity: the fraction of zeros in its compressible weights.
-        model_sparsity: the same among all its parameters.
-        before: its test accuracy, from 0 to 1, with the batch-norm statistics of training.
-        after: the same with statistics estimated anew, the mean over the calibration sets.
-        after_std: its standard deviation over them, where there are several.
-        trials: how many calibration sets.
-        others: further metrics, by name; as `after`.
-        seconds: that a pruner took, which looks at data.
-        samples: training samples it was calibrated on, where that is not what the recipe says.
+        operator: Operator that it was compressed by, as text.
+        sparsity: Fraction of zeros in its compressible weights.
+        model_sparsity: Fraction of zeros in all its parameters.
+        before: Test accuracy, from 0 to 1, with the batch-norm statistics of training.
+        after: Test accuracy after batch-norm tuning, the mean over the calibration sets.
+        after_std: Standard deviation of `after` over the calibration sets, if there are several.
+        trials: Number of calibration sets.
+        others: Further metrics after batch-norm tuning, by name.
+        seconds: Time that a pruner took; None for operators that do not look at data.
+        samples: Number of training samples used for calibration, if it differs from the recipe.
     """
 
     operator: str
@@ -62,18 +62,18 @@ class TargetResult:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One training, and all that its model was compressed to.
+    """Scores of one training and of its model compressed to several targets.
 
     Attributes:
-        seed: of the training.
-        dense: the test accuracy of the model as trained, from 0 to 1.
-        seconds: that the training took.
-        targets: no operator twice.
-        machine: where it ran.
-        versions: of the packages, by name.
-        processes: how many trained it together, at the end.
-        others: further metrics of the model as trained, by name.
-        chosen: settings out of a grid that it was trained with, on top of the recipe.
+        seed: Seed of the training.
+        dense: Test accuracy of the dense model, from 0 to 1.
+        seconds: Time that the training took.
+        targets: Scores at every target; no operator appears twice.
+        machine: Name of the machine that it ran on.
+        versions: Versions of the packages, by name.
+        processes: Number of processes that trained together, at the end.
+        others: Further metrics of the dense model, by name.
+        chosen: Settings on top of the recipe that were chosen from a grid.
     """
 
     seed: int
@@ -97,17 +97,17 @@ class SeedResult:
 
 @dataclass(frozen=True)
 class Result:
-    """All trainings of one recipe.
+    """Scores of all trainings with one recipe.
 
     Attributes:
-        task: first part of the name of the recipe.
-        model: second part.
-        method: third part.
-        title: the method as tables call it.
-        data: exact name of the data set.
-        recipe: as plain data.
-        seeds: at least one, in the order of their seeds, none twice.
-        metric: what is said to be accuracy elsewhere, from 0 to 1; the more the better.
+        task: First part of the recipe's name.
+        model: Second part of the recipe's name.
+        method: Third part of the recipe's name.
+        title: Name of the method in tables.
+        data: Exact name of the dataset.
+        recipe: Recipe as plain data.
+        seeds: Scores of every seed, at least one, in ascending order of the seeds.
+        metric: Name of the metric that other fields call accuracy, from 0 to 1; more is better.
     """
 
     task: str
@@ -124,12 +124,12 @@ class Result:
             name = getattr(self, key)
             require(_NAME.fullmatch(name) is not None, key, name, "letters, digits and ._-")
         require(bool(self.seeds), "seeds", self.seeds, "at least one")
-        seeds = [one.seed for one in self.seeds]
+        seeds = [result.seed for result in self.seeds]
         require(seeds == sorted(set(seeds)), "seeds", seeds, "every seed once, in order")
 
     @property
     def path(self) -> Path:
-        """Where the file belongs, below the folder of results."""
+        """Path of the file within the folder of results."""
         return Path(self.task) / self.model / f"{self.method}.json"
 
 
@@ -137,8 +137,9 @@ def read_result(path: str | Path) -> Result:
     """Reads a result file.
 
     Raises:
-        ValueError: naming the file, the key, what was given and what is allowed.
-        OSError: if there is no such file.
+        ValueError: If the file is not a result; the message names the file, the key, what was
+            given and what is allowed.
+        OSError: If there is no such file.
     """
     return json_text.parse(Result, Path(path).read_bytes(), str(path))
 
@@ -147,42 +148,43 @@ def read_results(folder: str | Path) -> list[Result]:
     """Reads every `<task>/<model>/<method>.json` below a folder, in the order of their names.
 
     Raises:
-        ValueError: for a file that is no result, or that holds the one of another name.
+        ValueError: If a file is not a result, or its result belongs to another path.
     """
     folder, results = Path(folder), []
     for path in sorted(folder.glob("*/*/*.json")):
         result = read_result(path)
         if folder / result.path != path:
-            raise ValueError(f"{path} holds the result that belongs into {folder / result.path}")
+            raise ValueError(f"{path} holds the result that belongs in {folder / result.path}")
         results.append(result)
     return results
 
 
 def write_result(result: Result, path: str | Path) -> None:
-    """Writes a result file; whenever this stops, the old or the new one is there as a whole."""
+    """Writes a result file atomically."""
     write_atomically(Path(path), json_text.dump(result))
 
 
 def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Result:
-    """Adds a seed to a result, in place of an earlier one of the same number.
+    """Returns a result with a seed added; it replaces an earlier result of the same seed.
 
     Args:
-        result: of earlier seeds; None begins a new one.
-        recipe: by which the seed was trained. Its title may have changed, nothing else.
-        seed: what came out.
+        result: Result with the earlier seeds; None begins a new one.
+        recipe: Recipe that the seed was trained with. Only its title may differ from before.
+        seed: Scores of the seed.
 
     Raises:
-        ValueError: naming the keys in which the recipe differs from that of the earlier seeds.
+        ValueError: If the recipe differs from that of the earlier seeds; the message names the
+            keys.
     """
     plain = recipe.to_dict()
     keys = [] if result is None else differences(result.recipe, plain)
     if keys and keys != ["title"]:
         raise ValueError(
-            f"{recipe.name}: seed {seed.seed} was trained by another recipe than the earlier "
+            f"{recipe.name}: seed {seed.seed} was trained with another recipe than the earlier "
             f"seeds; they differ in {', '.join(keys)}"
         )
     earlier = () if result is None else result.seeds
-    others = [one for one in earlier if one.seed != seed.seed]
+    others = [other for other in earlier if other.seed != seed.seed]
     return Result(
         task=recipe.task_name,
         model=recipe.architecture,
@@ -190,7 +192,7 @@ def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Resul
         title=recipe.title,
         data=recipe.data.name,
         recipe=plain,
-        seeds=tuple(sorted([*others, seed], key=lambda one: one.seed)),
+        seeds=tuple(sorted([*others, seed], key=lambda entry: entry.seed)),
         metric=recipe.metric,
     )
 
@@ -201,9 +203,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float]) -> float | None:
-    """Returns the standard deviation of a sample; None for one value, which has none."""
+    """Returns the sample standard deviation; None for a single value, which has none."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _require_fraction(key: str, given: float) -> None:
-    require(0 <= given <= 1, key, given, "from 0 to 1")
+def _require_fraction(key: str, value: float) -> None:
+    require(0 <= value <= 1, key, value, "from 0 to 1")

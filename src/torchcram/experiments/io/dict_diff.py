@@ -40,7 +40,7 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _explain(key: str, stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     if key not in stored:
-        return f"{key} is not there, but {current[key]!r} here"
+        return f"{key} is not set, but {current[key]!r} here"
     if key not in current:
-        return f"{key} is {stored[key]!r}, but not given here"
+        return f"{key} is {stored[key]!r}, but not set here"
     return f"{key} is {stored[key]!r}, not {current[key]!r}"

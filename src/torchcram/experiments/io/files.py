@@ -31,12 +31,12 @@ def slug(text: str, keep: str = "") -> str:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file as `torchcram.files.write_atomically` does, with errors that name the file."""
-    with naming_errors(path):
+    with name_file_in_errors(path):
         files.write_atomically(path, content)
 
 
 @contextmanager
-def naming_errors(path: Path | str) -> Iterator[None]:
+def name_file_in_errors(path: Path | str) -> Iterator[None]:
     """Adds the file to operating-system errors that name no file, or a temporary one.
 
     When a disk is full, for instance, the error does not name the file. Errors of safetensors that
@@ -91,7 +91,7 @@ def folder_written_aside(path: Path) -> Iterator[Path]:
         Temporary folder to write into.
     """
     path = path.resolve()
-    with temporary_folder(path) as folder, naming_errors(path):
+    with temporary_folder(path) as folder, name_file_in_errors(path):
         aside = folder / "new"
         aside.mkdir()
         yield aside
@@ -148,8 +148,8 @@ def locked(folder: Path, *, patience: float = 0) -> Iterator[None]:
 
 
 @contextmanager
-def taking_turns(folder: Path) -> Iterator[None]:
-    """Lets one process at a time into the `with` block; the others wait.
+def one_process_at_a_time(folder: Path) -> Iterator[None]:
+    """Lets one process at a time into a `with` block; the others wait.
 
     Unlike `locked`, it makes no lock file in the folder. On Windows nobody waits.
 

@@ -1,4 +1,4 @@
-"""Files of weights: safetensors, written whole or not at all, and compact files."""
+"""Weight files: safetensors files, written atomically, and compact files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """Writes the weights and buffers of a model as safetensors, whole or not at all."""
+    """Writes the weights and buffers of a model to a safetensors file, atomically."""
     from safetensors.torch import save
 
     tensors = {
@@ -29,10 +29,10 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 
 def load_model_(model: nn.Module, path: Path) -> None:
-    """Reads into `model` what `save_model` wrote.
+    """Loads a file that `save_model` wrote into `model`.
 
     Raises:
-        ValueError: naming the file, if it is not whole or of another model.
+        ValueError: If the file is damaged or holds another model; the message names it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -40,14 +40,14 @@ def load_model_(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(load_file(path))
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{path} is not the model that it should be: {error}") from error
+        raise ValueError(f"{path} does not hold the expected model: {error}") from error
 
 
 def load_weights_(model: nn.Module, path: Path) -> None:
-    """Reads a file of weights into `model`: a compact one, or what `save_model` wrote.
+    """Loads a weight file into `model`: a compact file, or one that `save_model` wrote.
 
     Raises:
-        ValueError: If the file is damaged or holds another model; it is named.
+        ValueError: If the file is damaged or holds another model; the message names it.
         OSError: If there is no such file.
     """
     if _is_compact(path):
@@ -63,14 +63,14 @@ def _is_compact(path: Path) -> bool:
         with safe_open(path, framework="pt") as file:
             return MANIFEST in (file.metadata() or {})
     except SafetensorError:
-        return False  # what is wrong with it is said by those who read it
+        return False  # `load_model_` says what is wrong with it
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a short text that differs for tensors of other names, types, shapes or values."""
-    seen = hashlib.sha256()
+    """Returns a short digest of the names, dtypes, shapes and values of tensors."""
+    hasher = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
-        seen.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        seen.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()[:16]
+        hasher.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        hasher.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]

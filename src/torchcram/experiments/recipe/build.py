@@ -1,4 +1,4 @@
-"""From a recipe to objects: the model, its optimizer, batches, and the weights to compress."""
+"""Builds what a recipe describes: model, optimizer, batches, and the weights to compress."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def build_initial_model(
 
 
 def _freeze_(model: nn.Module, pattern: str) -> None:
-    found = [value for name, value in model.named_parameters() if re.search(pattern, name)]
-    if not found or len(found) == len(list(model.parameters())):
-        which = "all parameters" if found else "no parameter"
+    frozen = [value for name, value in model.named_parameters() if re.search(pattern, name)]
+    if not frozen or len(frozen) == len(list(model.parameters())):
+        which = "all parameters" if frozen else "no parameter"
         raise ValueError(f"model.freeze={pattern!r} matches {which} of {type(model).__name__}")
-    for parameter in found:
+    for parameter in frozen:
         parameter.requires_grad_(False)
 
 
@@ -80,12 +80,12 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer:
-    """Returns the optimizer of a recipe: `CrAM` around the base optimizer, or that one bare.
+    """Returns the optimizer of a recipe: `CrAM` around the base optimizer, or the base alone.
 
     Args:
-        recipe: whose sections `optimizer` and `cram` count.
-        model: where it is to be trained; on a GPU the base optimizer is a fused one.
-        seed: of the draws of operators.
+        recipe: Recipe with the sections `optimizer` and `cram`.
+        model: Model on the device that it is trained on; on a GPU the base optimizer is fused.
+        seed: Seed of the choice of operators.
     """
     base = _base(recipe.optimizer, model)
     cram = recipe.cram
@@ -108,7 +108,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer
 
 
 def trained_weights(recipe: Recipe, model: nn.Module) -> Weights:
-    """Returns the weights that training compresses; all compressible ones where it does not."""
+    """Returns the weights that CrAM compresses in training; without CrAM, all compressible ones."""
     cram = recipe.cram
     if cram is None:
         return compressible_weights(model)

@@ -18,7 +18,7 @@ Overrides = tuple[str, ...]
 
 DENSE = "dense"  # in place of an operator: no compression
 FINETUNE = "-finetune-"  # in names of fine-tuned recipes, before the target
-DISTILLED = f"{FINETUNE}distilled-"  # the same, where the dense model is the teacher
+DISTILLED = f"{FINETUNE}distilled-"  # in their names if the dense model is the teacher
 LONGEST = 100  # characters of a folder's name
 _SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # settings that are their own folder name
 
@@ -65,7 +65,7 @@ def finetune_recipe(
     fewer, from a learning rate of 5e-5, with early stopping.
 
     Args:
-        recipe: Recipe that the model was trained by.
+        recipe: Recipe that the model was trained with.
         at: Operator that the model is compressed by, as text, or "dense".
         epochs: Number of epochs; by default as above, and at least one.
         overrides: Further changes, such as "optimizer.lr=0.01".
@@ -106,7 +106,7 @@ def transfer_recipe(
     """Returns the recipe that trains a compressed model on another dataset.
 
     Args:
-        recipe: Recipe that the model was trained by; its model is kept.
+        recipe: Recipe that the model was trained with; its model is kept.
         at: Operator that the model is compressed by, as text, or "dense".
         to: Recipe that has the dataset and all other settings.
         epochs: Number of epochs; by default that of `to`.

@@ -53,12 +53,12 @@ _NAME = re.compile(f"{_PART}/{_PART}/{_PART}")
 
 @dataclass(frozen=True)
 class StopConfig:
-    """Ends a training once it does not get better; only with texts.
+    """Early stopping: training ends once the held-out score stops improving; only for texts.
 
     Attributes:
-        held_out: the fraction of the training set that it is tested on meanwhile, and not trained.
-        tests: in an epoch, at equal distances; at most one after every batch.
-        patience: the tests in a row that may bring nothing better.
+        held_out: Fraction of the training split that is held out for these tests.
+        tests: Number of tests in an epoch, at equal distances; at most one after every batch.
+        patience: Number of tests in a row without improvement after which training ends.
     """
 
     held_out: float = 0.1
@@ -73,11 +73,11 @@ class StopConfig:
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """What the scores of the dense model count beside the labels; only in fine-tuning.
+    """Distillation: the dense model is the teacher of the compressed one; only in fine-tuning.
 
     Attributes:
-        weight: their part of the loss; the labels have the rest.
-        temperature: scores are divided by it before they are compared.
+        weight: Weight of the distillation loss; that of the labels is 1 - weight.
+        temperature: Temperature that the scores of both models are divided by.
     """
 
     weight: float = 0.9
@@ -90,11 +90,15 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train and on what batches; bf16 is autocast, and on CUDA only.
+    """Length of the training, batches and loss.
 
     Attributes:
-        early_stopping: None trains to the end, on the whole training set.
-        distillation: None learns from the labels alone.
+        epochs: Number of epochs.
+        batch_size: Number of samples in a batch, over all processes.
+        precision: Precision of the passes: "fp32", or "bf16" for autocast on CUDA.
+        label_smoothing: Label smoothing of the loss, from 0 to below 1.
+        early_stopping: Early stopping; None trains for all epochs on the whole training split.
+        distillation: Distillation; None trains on the labels alone.
     """
 
     epochs: int
@@ -114,10 +118,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The base optimizer, which takes the steps.
+    """The base optimizer.
 
     Attributes:
-        name: "sgd", "adamw", or a class of torch.optim: "RMSprop".
+        name: Name of the optimizer: "sgd", "adamw", or a class of torch.optim such as "RMSprop".
         lr: Learning rate at its peak.
         momentum: Momentum of "sgd".
         weight_decay: Weight decay.
@@ -158,11 +162,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: up in a line during warm-up, then down to 0 or constant.
+    """Schedule of the learning rate: linear warm-up, then a decay to 0 or a constant.
 
     Attributes:
-        name: "cosine", "linear", "constant", or a class of torch.optim.lr_scheduler: "StepLR".
-        warmup_epochs: Number of epochs that the learning rate rises before.
+        name: Name of the schedule: "cosine", "linear", "constant", or a class of
+            torch.optim.lr_scheduler such as "StepLR".
+        warmup_epochs: Number of warm-up epochs at the beginning.
         args: Arguments of a class of torch.optim.lr_scheduler.
         interval: Unit that such a class counts in: "epoch" or "step".
     """
@@ -189,11 +194,19 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class CramConfig:
-    """The arguments of `CrAM`, and of `compressible_weights` for what it compresses.
+    """Arguments of `CrAM`, and of `compressible_weights` for the weights that it compresses.
 
     Attributes:
-        rule: the name of an update rule.
-        operators: as text, ranges too; every step draws one.
+        rule: Name of the update rule.
+        operators: Operators as text, also ranges; every step draws one of them.
+        rho: Length of the ascent step.
+        sparse_gradients: Whether the gradient at w~ is masked.
+        normalize: Whether gradients are normalized; None leaves that to the rule.
+        mask_interval: Number of uses of an operator between two selections of its masks.
+        base_step_probability: Probability that a step is a plain step of the base optimizer.
+        dense_ends: Whether the first and the last compressible layer stay dense.
+        only: Regular expression that the names of the weights must match; null matches all.
+        skip: Regular expression of the names of weights that stay dense.
     """
 
     rule: str = "CrAM+"
@@ -227,15 +240,15 @@ class CramConfig:
 
 @dataclass(frozen=True)
 class CompressConfig:
-    """What the trained model is compressed to in one shot.
+    """One-shot compression of the trained model.
 
     Attributes:
-        to: operators as text, no ranges; also pruners, such as obs@uniform:0.7.
-        calibration_samples: how many training images or texts batch-norm tuning sees, and pruners
-            that look at activations. Those that look at gradients say themselves how many.
-        dense_ends: leave the first and the last layer as they are.
-        only: a regular expression; weights in whose names it is not found stay as they are.
-        watch: an operator as text; while training, the model is tested compressed by it too.
+        to: Targets: operators as text, no ranges, and pruners such as obs@uniform:0.7.
+        calibration_samples: Number of training samples for batch-norm tuning and for pruners that
+            look at activations. Pruners that look at gradients have a number of their own.
+        dense_ends: Whether the first and the last compressible layer stay dense.
+        only: Regular expression that the names of the weights must match; null matches all.
+        watch: Operator as text; during training, the model is also tested compressed by it.
     """
 
     to: tuple[str, ...]
@@ -253,21 +266,30 @@ class CompressConfig:
         read = read_operators("to", self.to, parse_pruner)
         object.__setattr__(self, "to", tuple(map(str, read)))
         require(bool(read), "to", list(self.to), "at least one operator, such as global:0.9")
-        for place, operator in enumerate(read):
-            key, text = f"to[{place}]", self.to[place]
+        for index, operator in enumerate(read):
+            key, text = f"to[{index}]", self.to[index]
             require(not operator.is_range, key, text, "one sparsity; a range is to train over")
-            require(operator not in read[:place], key, text, "every operator once")
+            require(operator not in read[:index], key, text, "every operator once")
         samples = self.calibration_samples
         require(samples >= 1, "calibration_samples", samples, "at least 1")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training and the compressions after it; without `cram`, plain steps of the optimizer.
+    """A training and the compressions after it.
 
     Attributes:
-        name: "<task>/<model>/<method>".
-        title: the method as tables call it.
+        name: Name of the recipe, "<task>/<model>/<method>".
+        title: Name of the method in tables.
+        data: Dataset and augmentation.
+        model: Model.
+        train: Length of the training, batches and loss.
+        optimizer: Base optimizer.
+        schedule: Schedule of the learning rate.
+        compress: Compressions of the trained model.
+        cram: Arguments of `CrAM`; None takes plain steps of the base optimizer.
+        text: Tokenization, for tasks with texts.
+        task: Task that is registered by its name; None derives the task from the other sections.
     """
 
     name: str
@@ -293,7 +315,7 @@ class Recipe:
         self._check_task()
 
     def _check_schedule(self) -> None:
-        """Refuses a scheduler of torch that ends before the training, or that cannot count."""
+        """Refuses a scheduler of torch that ends before the training or counts other epochs."""
         schedule, epochs = self.schedule, self.train.epochs - self.schedule.warmup_epochs
         if schedule.name not in SCHEDULERS or schedule.interval != "epoch":
             return
@@ -308,7 +330,7 @@ class Recipe:
             raise BadValue("schedule.args", problem, allowed) from None
 
     def _check_task(self) -> None:
-        """Refuses sections that do not go with the task."""
+        """Refuses sections that do not fit the task."""
         if self.task is not None:
             require(self.text is None, "text", "given", "null, as there is a section task")
         else:
@@ -320,7 +342,7 @@ class Recipe:
         self.build_task().check_recipe()
 
     def build_task(self) -> Task:
-        """Returns the task: what depends on the kind of data, model and metric."""
+        """Returns the task, which knows the kind of data, model and metric."""
         return build_task(self.model, self.data, text=self.text, task=self.task)
 
     @property
@@ -330,34 +352,35 @@ class Recipe:
 
     @property
     def task_name(self) -> str:
-        """Name of what is learnt, the first part of the name."""
+        """First part of the name: what is learnt."""
         return self.name.split("/")[0]
 
     @property
     def architecture(self) -> str:
-        """What learns, the second part of the name."""
+        """Second part of the name: the model."""
         return self.name.split("/")[1]
 
     @property
     def method(self) -> str:
-        """How, the last part of the name."""
+        """Last part of the name: how it is trained."""
         return self.name.split("/")[2]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all keys and values as YAML and JSON have them."""
+        """Returns all keys and values as plain data, as in YAML and JSON."""
         data: dict[str, Any] = plain(self)
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "recipe") -> Recipe:
-        """Makes a recipe from what `to_dict` gives; keys that have a default may be left out.
+        """Builds a recipe from plain data; keys that have a default may be left out.
 
         Args:
-            data: of the recipe.
-            where: what it is from, for messages.
+            data: Sections of the recipe, as `to_dict` returns them.
+            where: Origin of the data, such as a file name, for messages.
 
         Raises:
-            ValueError: naming `where`, the key, what was given and what is allowed.
+            ValueError: If a key or a value is not allowed; the message names `where`, the key, what
+                was given and what is allowed.
         """
         return build(cls, data, where)
 
@@ -366,21 +389,21 @@ def read_operators(
     key: str, texts: tuple[str, ...], read: Callable[[str], Operator] = parse_operator
 ) -> list[Operator]:
     """Returns the operators of a list, as `read_operator` does."""
-    return [read_operator(f"{key}[{place}]", text, read) for place, text in enumerate(texts)]
+    return [read_operator(f"{key}[{index}]", text, read) for index, text in enumerate(texts)]
 
 
 def read_operator(
     key: str, text: str, read: Callable[[str], Operator] = parse_operator
 ) -> Operator:
-    """Returns an operator.
+    """Returns the operator that a text stands for.
 
     Args:
-        key: where it stands.
-        text: of it.
-        read: `parse_pruner` where pruners are allowed too.
+        key: Key of the text, for the message.
+        text: Text of the operator.
+        read: Function that parses it; `parse_pruner` allows pruners too.
 
     Raises:
-        BadValue: naming what is allowed.
+        BadValue: If the text is not an operator; it names what is allowed.
     """
     try:
         return read(text)
@@ -391,17 +414,17 @@ def read_operator(
 
 
 def require_torch_name(
-    key: str, given: str, ours: Sequence[str], theirs: Mapping[str, type]
+    key: str, value: str, ours: Sequence[str], theirs: Mapping[str, type]
 ) -> None:
-    """Raises `BadValue` unless `given` is a name of ours or of a class of torch."""
-    if given in ours or given in theirs:
+    """Raises `BadValue` unless a value is a name of ours or of a class of torch."""
+    if value in ours or value in theirs:
         return
-    meant = did_you_mean(given, ours)
-    alike = [name for name in theirs if name.lower() == given.lower()]
+    meant = did_you_mean(value, ours)
+    alike = [name for name in theirs if name.lower() == value.lower()]
     if alike and not meant:
         meant = f" (did you mean {alike[0]!r}?)"
     allowed = f"{', '.join(ours)}, or of torch: {', '.join(theirs)}"
-    raise BadValue(key, f"is {shown(given)}{meant}", allowed)
+    raise BadValue(key, f"is {shown(value)}{meant}", allowed)
 
 
 @contextmanager

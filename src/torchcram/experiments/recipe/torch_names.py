@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 
-_OTHER_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")  # several closures; sparse gradients
+_OTHER_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")  # base; several closures; sparse only
 _OTHER_SCHEDULERS = (  # base classes, and those that need functions, schedulers or a metric
     *("LRScheduler", "_LRScheduler", "LambdaLR", "MultiplicativeLR"),
     *("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"),
 )
-_NOT_ARGUMENTS = {  # given by the recipe otherwise, or by what trains
+_NOT_ARGUMENTS = {  # set by other keys of the recipe, or by the trainer
     *("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable"),
     *("optimizer", "last_epoch", "verbose", "scale_fn"),
     *("cycle_momentum", "base_momentum", "max_momentum"),  # the learning rate alone is scheduled
@@ -47,7 +47,7 @@ def arguments_of(kind: type) -> list[str]:
 
 
 def has_weight_decay(name: str) -> bool:
-    """Says whether an optimizer of torch takes a weight decay."""
+    """Returns whether an optimizer of torch takes a weight decay."""
     return "weight_decay" in inspect.signature(OPTIMIZERS[name]).parameters
 
 
@@ -59,31 +59,31 @@ def make_optimizer(
     weight_decay: float,
     args: Mapping[str, Any],
 ) -> Optimizer:
-    """Returns an optimizer of torch, a fused one on a GPU where that can be captured.
+    """Returns an optimizer of torch; SGD, Adam and AdamW are fused on a GPU.
 
     Args:
         name: One of `OPTIMIZERS`.
-        parameters: What it trains.
+        parameters: Parameters to train.
         lr: Learning rate.
-        weight_decay: Weight decay, for those that have one.
+        weight_decay: Weight decay; ignored by optimizers that have none.
         args: Other arguments; lists become tuples.
     """
     kind: Any = OPTIMIZERS[name]
     trained = list(parameters)
-    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in args.items()}
+    options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
     if has_weight_decay(name):
-        given["weight_decay"] = weight_decay
+        options["weight_decay"] = weight_decay
     if kind in _FUSED and trained[0].is_cuda:
-        given["fused"] = True
-    optimizer: Optimizer = kind(trained, lr=lr, **given)
+        options["fused"] = True
+    optimizer: Optimizer = kind(trained, lr=lr, **options)
     return optimizer
 
 
 def is_capturable(optimizer: Optimizer) -> bool:
-    """Says whether steps of an optimizer, or of what it wraps, can be captured as CUDA graphs.
+    """Returns whether an optimizer, or the one that it wraps, can be captured as a CUDA graph.
 
-    Those of SGD, Adam and AdamW can: the fused ones do not wait for the host, and their state
-    begins at zero. With a dampening, the first step of SGD is unlike all others.
+    SGD, Adam and AdamW can: fused, they do not wait for the host, and their state begins at zero.
+    With dampening, the first step of SGD differs from all others, so that it cannot.
     """
     base: Optimizer = getattr(optimizer, "base", optimizer)
     return type(base) in _FUSED and not any(group.get("dampening") for group in base.param_groups)
@@ -94,8 +94,8 @@ def learning_rates(
 ) -> tuple[float, ...]:
     """Returns the first `count` learning rates of a scheduler of torch.
 
-    They are computed all at once from an optimizer of nothing, so that a training that continues
-    has the rates of one that was never stopped.
+    They are computed all at once with an optimizer of a dummy parameter, so that a training that
+    is continued has the same rates as one that was never stopped.
 
     Args:
         name: One of `SCHEDULERS`.
@@ -105,7 +105,7 @@ def learning_rates(
         count: Number of learning rates.
 
     Raises:
-        ValueError: If the scheduler refuses an argument, or ends before.
+        ValueError: If the scheduler refuses an argument, or has fewer learning rates.
     """
     try:
         return _learning_rates(name, json.dumps(args, sort_keys=True), lr, count)
@@ -117,16 +117,16 @@ def learning_rates(
 def _learning_rates(name: str, args: str, lr: float, count: int) -> tuple[float, ...]:
     if not count:  # the training is all warm-up
         return ()
-    kind, given = SCHEDULERS[name], json.loads(args)
+    kind, options = SCHEDULERS[name], json.loads(args)
     accepted = inspect.signature(kind).parameters
     if "cycle_momentum" in accepted:
-        given["cycle_momentum"] = False
+        options["cycle_momentum"] = False
     if "max_lr" in accepted:
-        given.setdefault("max_lr", lr)
-    if "total_steps" in accepted and "epochs" not in given:
-        given.setdefault("total_steps", count)
+        options.setdefault("max_lr", lr)
+    if "total_steps" in accepted and "epochs" not in options:
+        options.setdefault("total_steps", count)
     optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=lr)
-    scheduler = kind(optimizer, **given)
+    scheduler = kind(optimizer, **options)
     optimizer.step()
     rates: list[float] = []
     for number in range(count):

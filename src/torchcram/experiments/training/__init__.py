@@ -1,1 +1,1 @@
-"""Training by a recipe: the trainer, its steps, the folder of a run."""
+"""Training with a recipe: the trainer, its steps, the folder of a run."""

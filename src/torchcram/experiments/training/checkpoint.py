@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def require_state(
     model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: object
 ) -> None:
-    """Refuses what is not the state of such a training, before anything is loaded.
+    """Raises ValueError unless a state is that of such a training, before anything is loaded.
 
-    Names, shapes and dtypes of all tensors count; what a wrapper such as `CrAM` adds to the state
-    of its base optimizer, the wrapper checks itself.
+    The names, shapes and dtypes of all tensors are compared. A wrapper such as `CrAM` checks what
+    it adds to the state of its base optimizer itself.
 
     Args:
         model: Model that the state is for.
@@ -38,12 +38,12 @@ def require_state(
         state: Content of the checkpoint.
 
     Raises:
-        ValueError: If it is something else; the message names what.
+        ValueError: If it is not; the message names the part that differs.
     """
     parts = _mapping(state, "state", ("model", "optimizer", "random"))
     _require_tensors(parts["model"], model.state_dict())
-    wanted = [key for key in ("state", "cram") if key in optimizer.state_dict()]
-    states = _mapping(parts["optimizer"], "state of the optimizer", wanted)
+    required = [key for key in ("state", "cram") if key in optimizer.state_dict()]
+    states = _mapping(parts["optimizer"], "state of the optimizer", required)
     _require_moments(_mapping(states["state"], "state of the optimizer"), optimizer)
     random = _mapping(parts["random"], "state of random generators", ("cpu",))
     _require_tensors({"cpu": random["cpu"]}, {"cpu": torch.get_rng_state()})
@@ -52,40 +52,41 @@ def require_state(
         _require_tensors({"cuda": random["cuda"]}, {"cuda": expected})
 
 
-def _mapping(given: object, what: str, keys: Sequence[str] = ()) -> Mapping[Any, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"its {what} is {given!r:.80}, no mapping")
+def _mapping(value: object, what: str, keys: Sequence[str] = ()) -> Mapping[Any, Any]:
+    """Returns a value that must be a mapping with the given keys."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"its {what} is {value!r:.80}, not a mapping")
     for key in keys:
-        if key not in given:
+        if key not in value:
             raise ValueError(f"its {what} has no {key!r}")
-    return given
+    return value
 
 
-def _require_tensors(given: object, expected: Mapping[str, Tensor]) -> None:
-    found = _mapping(given, "model", list(expected))
-    for name, value in found.items():
+def _require_tensors(state: object, expected: Mapping[str, Tensor]) -> None:
+    for name, value in _mapping(state, "model", list(expected)).items():
         if name not in expected:
-            raise ValueError(f"it has {name!r:.80}, which is not there here")
+            raise ValueError(f"it has {name!r:.80}, which this training does not have")
         known = expected[name]
         if not isinstance(value, Tensor):
-            raise ValueError(f"its {name!r} is {value!r:.80}, no tensor")
+            raise ValueError(f"its {name!r} is {value!r:.80}, not a tensor")
         if value.shape != known.shape or value.dtype != known.dtype or value.is_sparse:
-            raise ValueError(f"its {name!r} is {_form(value)}, and here {_form(known)}")
+            raise ValueError(f"its {name!r} is {_form(value)}; expected: {_form(known)}")
 
 
 def _require_moments(states: Mapping[Any, Any], optimizer: Optimizer) -> None:
-    """Refuses state of parameters that the base optimizer would fail on, or that is not its own."""
+    """Raises ValueError for a state of parameters that does not belong to the base optimizer."""
     base: Optimizer = getattr(optimizer, "base", optimizer)
     parameters = [p for group in base.param_groups for p in group["params"]]
     shapes = {parameter.shape: _state_shapes(base, parameter.shape) for parameter in parameters}
     if any(shapes.values()) and not states:
         raise ValueError("its state of the optimizer is empty")
-    for number, given in states.items():
+    for number, state in states.items():
         if type(number) is not int or not 0 <= number < len(parameters):
             raise ValueError(
-                f"its optimizer has a parameter {number!r:.80}, and here are {len(parameters)}"
+                f"its optimizer has a parameter {number!r:.80}; expected: {len(parameters)} "
+                "parameters, numbered from 0"
             )
-        entries = _mapping(given, f"state of parameter {number}")
+        entries = _mapping(state, f"state of parameter {number}")
         parameter = parameters[number]
         shaped = shapes[parameter.shape]
         present = {name for name, value in entries.items() if value is not None}
@@ -98,15 +99,15 @@ def _require_moments(states: Mapping[Any, Any], optimizer: Optimizer) -> None:
             if not fits or (value.numel() != 1 if number_like else value.shape != shape):
                 what = _form(value) if isinstance(value, Tensor) else f"{value!r:.80}"
                 raise ValueError(
-                    f"its {name!r} of parameter {number} is {what}, and the parameter "
+                    f"its {name!r} of parameter {number} is {what}; the parameter is "
                     f"{_form(parameter)}"
                 )
 
 
 def _state_shapes(base: Optimizer, shape: torch.Size) -> dict[str, torch.Size]:
-    """Returns the shapes of what an optimizer keeps for a parameter of a shape; () for numbers.
+    """Returns the shapes of an optimizer's state for a parameter of a shape; () for numbers.
 
-    torch does not say; a step on a parameter of zeros shows it.
+    They are found by a step on a parameter of zeros, as torch has no function for it.
     """
     probe = torch.nn.Parameter(torch.zeros(shape))
     probe.grad = torch.zeros(shape)
@@ -125,7 +126,7 @@ def _form(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
-KEPT = 2
+KEPT = 2  # number of checkpoints in a folder
 _MAGIC = b"torchcram-checkpoint 1 "
 _HEADER = len(_MAGIC) + 64 + 1  # a digest in hexadecimal digits, a line feed
 _NAME = re.compile(r"epoch-(\d{4,})\.pt")
@@ -134,16 +135,16 @@ _NAME = re.compile(r"epoch-(\d{4,})\.pt")
 def save_checkpoint(
     folder: Path, epoch: int, state: Mapping[str, Any], *, identity: Mapping[str, Any]
 ) -> Path:
-    """Writes `epoch-0012.pt` and removes all but the two newest up to it.
+    """Writes `epoch-0012.pt`; of it and all older checkpoints, the two newest stay.
 
     Args:
-        folder: made if it is not there.
-        epoch: how many are done.
-        state: tensors, numbers, text, and dicts, lists and tuples of them.
-        identity: what the run is, likewise; `load_latest` refuses to continue another one.
+        folder: Folder of the checkpoints, which is made if it does not exist.
+        epoch: Number of epochs that are done.
+        state: State to save: tensors, numbers, texts, and dicts, lists and tuples of them.
+        identity: Identity of the run, as plain data; `load_latest` refuses that of another run.
 
     Returns:
-        The path of the file.
+        Path of the file.
     """
     buffer = io.BytesIO()
     torch.save({"identity": dict(identity), "epoch": epoch, "state": dict(state)}, buffer)
@@ -151,7 +152,7 @@ def save_checkpoint(
     digest = hashlib.sha256(payload).hexdigest().encode()
     path = checkpoint_path(folder, epoch)
     write_atomically(path, b"".join((_MAGIC, digest, b"\n", payload)))
-    for old in [one for number, one in _found(folder) if number <= epoch][KEPT:]:
+    for old in [file for number, file in _checkpoints(folder) if number <= epoch][KEPT:]:
         old.unlink(missing_ok=True)
     return path
 
@@ -164,21 +165,21 @@ def checkpoint_path(folder: Path, epoch: int) -> Path:
 def load_latest(
     folder: Path, identity: Mapping[str, Any], *, before: int | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """Returns the epoch and state of the newest checkpoint that is whole, or None without one.
+    """Returns the epoch and state of the newest valid checkpoint, or None if there is none.
 
-    A file that is cut off, altered or something else is named in a warning, and the one before it
-    is taken. What a killed process was writing is removed.
+    A file that is cut off, altered or not a checkpoint is named in a warning, and the one before
+    it is used. Temporary files of killed processes are removed.
 
     Args:
-        folder: Folder of the checkpoints, which need not be there.
-        identity: Identity of the run that is to continue.
-        before: Epoch that the checkpoint must be older than; by default any will do.
+        folder: Folder of the checkpoints, which need not exist.
+        identity: Identity of the run to continue.
+        before: Epoch that the checkpoint must be older than; None accepts any.
 
     Raises:
-        ValueError: if the checkpoint is of another run, naming in what they differ.
+        ValueError: If the checkpoint belongs to another run; the message names the differences.
     """
     remove_leftovers(folder)
-    for number, path in _found(folder):
+    for number, path in _checkpoints(folder):
         if before is not None and number >= before:
             continue
         try:
@@ -187,12 +188,12 @@ def load_latest(
             warnings.warn(f"{path} is not used: {error}", stacklevel=2)
             continue
         if different := explain_differences(content["identity"], identity):
-            raise ValueError(f"{path} is of another run: {'; '.join(different)}")
+            raise ValueError(f"{path} belongs to another run: {'; '.join(different)}")
         return number, content["state"]
     return None
 
 
-def _found(folder: Path) -> list[tuple[int, Path]]:
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Returns the checkpoints of a folder by epoch, newest first."""
     names = [(_NAME.fullmatch(path.name), path) for path in folder.glob("epoch-*.pt")]
     return sorted(((int(match[1]), path) for match, path in names if match), reverse=True)
@@ -204,27 +205,27 @@ def _read(path: Path, epoch: int) -> dict[str, Any]:
         raise ValueError("it is not a checkpoint of torchcram")
     digest, payload = whole[len(_MAGIC) : _HEADER - 1], memoryview(whole)[_HEADER:]
     if hashlib.sha256(payload).hexdigest().encode() != digest or whole[_HEADER - 1] != ord("\n"):
-        raise ValueError("it is cut off or altered, its digest is another one")
+        raise ValueError("it is cut off or altered: its digest does not match")
     try:
         content = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
     except MemoryError:
         raise
     except Exception as error:
-        # with the right digest it may hold anything, and torch raises whatever comes of that
+        # a file with the right digest may hold anything, and torch may raise anything
         raise ValueError(f"torch cannot read it: {error}") from error
     if not isinstance(content, dict) or content.keys() != {"identity", "epoch", "state"}:
         raise ValueError("it does not hold identity, epoch and state")
     if not isinstance(content["identity"], dict) or not _is_plain(content["identity"]):
-        raise ValueError("its identity is no mapping of plain values")
+        raise ValueError("its identity is not a mapping of plain values")
     if not isinstance(content["state"], dict):
-        raise ValueError("its state is no mapping")
+        raise ValueError("its state is not a mapping")
     if type(content["epoch"]) is not int or content["epoch"] != epoch:
-        raise ValueError(f"it is of epoch {content['epoch']!r:.80}, not {epoch}")
+        raise ValueError(f"its epoch is {content['epoch']!r:.80}, not {epoch}")
     return content
 
 
 def _is_plain(value: object) -> bool:
-    """Says whether a value is what JSON could hold; anything else cannot be compared."""
+    """Returns whether a value is one that JSON can hold; others cannot be compared."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -235,8 +236,7 @@ def _is_plain(value: object) -> bool:
 def state_of(model: nn.Module, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
     """Returns the state of the model, the optimizer and the global random generators.
 
-    The parameter groups are left out: the recipe says what is in them, the schedule their learning
-    rate, and the device whether the optimizer is fused.
+    The parameter groups are left out: they follow from the recipe, the schedule and the device.
     """
     optimizer_state = optimizer.state_dict()
     del optimizer_state["param_groups"]
@@ -249,11 +249,11 @@ def state_of(model: nn.Module, optimizer: Optimizer, device: torch.device) -> di
 def load_state_(
     model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: object
 ) -> None:
-    """Continues from what `state_of` returned, on this device or another one.
+    """Loads a state that `state_of` returned, on the same device or another one.
 
     Raises:
-        ValueError: If the state is of another model or optimizer, or none at all. Only where a part
-            of it is junk that the optimizer itself refuses, the model may have changed by then.
+        ValueError: If the state belongs to another model or optimizer, or is not a state. The model
+            is unchanged then, unless the optimizer itself refuses a part of the state.
     """
     require_state(model, optimizer, device, state=state)
     try:
@@ -261,7 +261,7 @@ def load_state_(
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"its state is not that of such a training: {error!r}") from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError or "CUDA" in str(error):  # the memory is full, say
+        if type(error) is not RuntimeError or "CUDA" in str(error):  # such as a lack of memory
             raise
         raise ValueError(f"its state is not that of such a training: {error}") from error
 
@@ -278,7 +278,7 @@ def _load_state_(
 
 
 def _align_(optimizer: Optimizer) -> None:
-    """Lays state out in memory as its parameters: fused steps need that, and devices differ."""
+    """Gives state the strides of its parameters, which fused steps need and devices choose."""
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
             if torch.is_tensor(value) and value.shape == parameter.shape:
@@ -286,8 +286,8 @@ def _align_(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
-    """Seeds the global generators of the CPU and of `device`; puts them back afterwards."""
+def forked_rng(device: torch.device, seed: int) -> Iterator[None]:
+    """Seeds the global generators of the CPU and `device` for a `with` block; restores them."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -4,96 +4,75 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcram import CrAM
-from torchcram.experiments.data.images import ResidentBatches
-from torchcram.experiments.data.text.batches import TextBatches
 from torchcram.experiments.recipe.torch_names import is_capturable
 from torchcram.experiments.training.steps import EagerStep, Loss, Step, cross_entropy
 from torchcram.messages import warn_caller
 from torchcram.optim.graphs import GraphedStep
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from torchcram.experiments.data.text.batches import TextBatches
     from torchcram.experiments.recipe import TrainConfig
     from torchcram.experiments.tasks import Batches
 
 
-def can_be_captured(optimizer: Optimizer) -> bool:
-    """Whether steps of an optimizer can be graphs of several lengths.
+@runtime_checkable
+class CapturableBatches(Protocol):
+    """Training batches that a CUDA graph can read: they live on the GPU as a whole.
 
-    Masks that are kept from step to step cannot: each length would keep its own.
+    There is a graph for every shape that batches have, known by a key. Before a graph is replayed,
+    the host calls `stage_next`; in the graph, `staged_batch` reads from memory that never moves.
+    """
+
+    has_one_shape: bool
+    """Whether all batches have the same shape, so that there is a single graph."""
+
+    def __len__(self) -> int:
+        """Returns the number of batches in an epoch."""
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the inputs and labels of an epoch, for steps that are not captured."""
+
+    def start_epoch(self, epoch: int) -> None:
+        """Draws the batches of an epoch, numbered from 0; its first batch is the next one."""
+
+    def stage_each_shape(self) -> Iterator[int]:
+        """Stages a batch of every shape in turn, the largest first; yields its key."""
+
+    def stage_next(self) -> int:
+        """Stages the next batch of the epoch without waiting for the GPU; returns its key."""
+
+    def staged_batch(self, key: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and labels of the staged batch; runs on the GPU alone.
+
+        Args:
+            key: Key of the batch, on which the shape depends.
+        """
+
+
+def can_be_captured(optimizer: Optimizer, *, has_one_shape: bool = False) -> bool:
+    """Whether steps of an optimizer can be captured, as far as its operators are concerned.
+
+    An operator that is a range cannot. Masks that are kept from step to step cannot with several
+    graphs, of which each would keep its own.
+
+    Args:
+        optimizer: `CrAM`, or a plain optimizer.
+        has_one_shape: Whether all batches have the same shape, so that there is a single graph.
     """
     if not isinstance(optimizer, CrAM):
         return True
-    ranges = any(one.is_range for one in optimizer.operators)
-    return not ranges and optimizer._sampler.mask_interval == 1
-
-
-class TextGraphStep(EagerStep):
-    """Takes steps that run on the GPU as a whole; the host only says which sequences, how long.
-
-    Args:
-        model: on `device`.
-        optimizer: of its parameters, `CrAM` or plain, fused; one that `can_be_captured`.
-        batches: to train on, on `device`.
-        config: precision, label smoothing and distillation.
-        device: a GPU.
-        teacher: as `EagerStep` has it.
-        loss: Loss of the task.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        batches: TextBatches,
-        config: TrainConfig,
-        device: torch.device,
-        *,
-        teacher: nn.Module | None = None,
-        loss: Loss = cross_entropy,
-    ) -> None:
-        super().__init__(
-            model.train(), optimizer, batches, config, device, teacher=teacher, loss=loss
-        )
-        self._texts, self._number = batches, 0
-        self._chosen = batches.places(0).clone()  # where every graph finds its sequences
-        self._takes: dict[int, GraphedStep] = {}
-        # the longest first: what it needs of memory is enough for the others
-        for length, places in sorted(batches.of_every_length().items(), reverse=True):
-            self._chosen.copy_(places)
-            self._takes[length] = GraphedStep(model, optimizer, partial(self._step, length))
-
-    def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch."""
-        self._texts.start_epoch(epoch)
-        self._number = 0
-        self._sums.zero_()
-
-    def run(self) -> None:
-        """Takes a step on the next batch."""
-        self._chosen.copy_(self._texts.places(self._number))
-        self._takes[self._texts.lengths[self._number]]()
-        self._number += 1
-
-    def losses(self) -> tuple[float, float | None]:
-        """Returns the mean losses of the epoch so far."""
-        for take in self._takes.values():
-            take.check()
-        return super().losses()
-
-    def _step(self, length: int) -> None:
-        self._train_on(self._texts.at(self._chosen, length))
+    has_ranges = any(operator.is_range for operator in optimizer.operators)
+    return not has_ranges and (has_one_shape or optimizer._sampler.mask_interval == 1)
 
 
 def make_step(
@@ -107,42 +86,41 @@ def make_step(
     loss: Loss = cross_entropy,
     compiled: bool = False,
 ) -> Step:
-    """Returns the fastest way to take steps: as CUDA graphs where that is possible.
+    """Returns a `GraphStep` where steps can be captured as CUDA graphs, else an `EagerStep`.
 
-    It is with images or texts that live on the GPU, unless an operator is a range, several
-    processes train together, or the base optimizer is another than SGD, Adam and AdamW, of which a
-    warning tells.
+    Steps are captured on a GPU if the batches are `CapturableBatches`, a single process trains and
+    no operator is a range. A base optimizer other than SGD, Adam and AdamW is not captured either,
+    which a warning says.
 
     Args:
-        model: on `device`.
-        optimizer: of its parameters, `CrAM` or plain.
-        batches: to train on.
-        config: precision, label smoothing and distillation.
-        device: of all that is computed.
-        teacher: on `device`, in eval mode, whose scores count too where `config` says so.
+        model: Model on `device`.
+        optimizer: Optimizer of its parameters, `CrAM` or plain.
+        batches: Batches to train on.
+        config: Precision, label smoothing and distillation.
+        device: Device that everything is computed on.
+        teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
         loss: Loss of the task.
-        compiled: let torch.compile fuse what graphs are captured of; takes about a minute. Not with
-            texts, whose batches have many lengths.
+        compiled: Whether torch.compile fuses the passes before they are captured, which takes about
+            a minute. Batches of several shapes are not compiled.
     """
-    ranges = isinstance(optimizer, CrAM) and any(one.is_range for one in optimizer.operators)
     alone = device.type == "cuda" and not isinstance(model, DistributedDataParallel)
-    images = alone and isinstance(batches, ResidentBatches) and not ranges
-    texts = alone and isinstance(batches, TextBatches) and can_be_captured(optimizer)
-    if (images or texts) and not is_capturable(optimizer):
+    if (
+        alone
+        and isinstance(batches, CapturableBatches)
+        and can_be_captured(optimizer, has_one_shape=batches.has_one_shape)
+    ):
+        if is_capturable(optimizer):
+            return GraphStep(
+                model,
+                optimizer,
+                batches,
+                config,
+                device,
+                teacher=teacher,
+                loss=loss,
+                compiled=compiled and batches.has_one_shape,
+            )
         _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
-    elif images and isinstance(batches, ResidentBatches):
-        return GraphStep(
-            model,
-            optimizer,
-            batches,
-            config,
-            device,
-            teacher=teacher,
-            loss=loss,
-            compiled=compiled,
-        )
-    elif texts and isinstance(batches, TextBatches):
-        return TextGraphStep(model, optimizer, batches, config, device, teacher=teacher, loss=loss)
     return EagerStep(model, optimizer, batches, config, device, teacher=teacher, loss=loss)
 
 
@@ -158,21 +136,21 @@ class GraphStep(EagerStep):
     """Takes steps that run on the GPU as a whole: batch, augmentation, all passes and the update.
 
     Args:
-        model: on `device`.
-        optimizer: of its parameters, `CrAM` or plain, fused.
-        batches: to train on, on `device`.
-        config: precision, label smoothing and distillation.
-        device: a GPU.
-        teacher: as `EagerStep` has it.
+        model: Model on `device`.
+        optimizer: Optimizer of its parameters, `CrAM` or plain, fused; one that `can_be_captured`.
+        batches: Batches to train on, on `device`.
+        config: Precision, label smoothing and distillation.
+        device: GPU that everything is computed on.
+        teacher: Model to learn from, as `EagerStep` takes it.
         loss: Loss of the task.
-        compiled: whether torch.compile fuses the passes first.
+        compiled: Whether torch.compile fuses the passes first.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        batches: ResidentBatches,
+        batches: CapturableBatches,
         config: TrainConfig,
         device: torch.device,
         *,
@@ -186,34 +164,35 @@ class GraphStep(EagerStep):
         if compiled:
             # what is compiled shares its parameters and buffers with the model
             self._model = torch.compile(model, dynamic=False)
-        self._resident = batches
-        self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the next batch
-        with _tuned_convolutions():
-            self._take = GraphedStep(model, optimizer, self._step)
+        self._staged = batches
+        self._graphs: dict[int, GraphedStep] = {}
+        with _tuned_convolutions() if batches.has_one_shape else nullcontext():
+            # the largest shape first: the memory that it needs is enough for the others
+            for key in batches.stage_each_shape():
+                self._graphs[key] = GraphedStep(model, optimizer, partial(self._step, key))
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""
-        self._resident.start_epoch(epoch)
-        self._number.zero_()
+        self._staged.start_epoch(epoch)
         self._sums.zero_()
 
     def run(self) -> None:
         """Takes a step on the next batch."""
-        self._take()
+        self._graphs[self._staged.stage_next()]()
 
     def losses(self) -> tuple[float, float | None]:
         """Returns the mean losses of the epoch so far."""
-        self._take.check()
+        for graph in self._graphs.values():
+            graph.check()
         return super().losses()
 
-    def _step(self) -> None:
-        self._train_on(self._resident.batch(self._number))
-        self._number.add_(1).remainder_(len(self._resident))
+    def _step(self, key: int) -> None:
+        self._train_on(self._staged.staged_batch(key))
 
 
 @contextmanager
 def _tuned_convolutions() -> Iterator[None]:
-    """Lets cuDNN try its algorithms, once for all steps to come."""
+    """Lets cuDNN try its algorithms during capture and keep the fastest in the graph."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

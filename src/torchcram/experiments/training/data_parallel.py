@@ -1,4 +1,4 @@
-"""A model on several processes: gradients averaged, batch-norm statistics brought together."""
+"""Data-parallel training: averaged gradients and shared batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def with_shared_statistics(model: nn.Module, device: torch.device, ranks: Ranks) -> nn.Module:
-    """Returns `model` with batch norm over the batch of all processes, where torch can: on GPUs.
+    """Returns `model` with SyncBatchNorm if several processes train on GPUs.
 
     Parameters and buffers keep their names.
     """
@@ -35,21 +35,21 @@ def with_shared_statistics(model: nn.Module, device: torch.device, ranks: Ranks)
 def data_parallel(
     model: nn.Module, device: torch.device, ranks: Ranks, *, batch_size: int
 ) -> nn.Module:
-    """Returns what to call in training: its backward leaves the gradient of the whole batch.
+    """Wraps a model by DDP, so that backward leaves the gradient of the whole batch.
 
     Args:
-        model: alike in all processes or not; from here on as it is in the first.
-        device: of the model.
-        ranks: Processes that share the work; rank 0 writes the files.
-        batch_size: of the whole batch, whose parts need not be of one size.
+        model: Model; all ranks get the weights of rank 0.
+        device: Device of the model.
+        ranks: Processes that train together.
+        batch_size: Number of samples in the whole batch; shards may differ in size.
     """
     if ranks.world_size == 1:
         return model
     kind = nn.parallel.DistributedDataParallel
-    sync_buffers = "forward_sync_buffers"  # as later versions of torch call it
+    sync_buffers = "forward_sync_buffers"  # its name in later versions of torch
     if sync_buffers not in inspect.signature(kind).parameters:
         sync_buffers = "broadcast_buffers"
-    options: dict[str, Any] = {sync_buffers: False}  # average_statistics_ does more, less often
+    options: dict[str, Any] = {sync_buffers: False}  # average_statistics_ averages once an epoch
     if device.type == "cuda":
         options["device_ids"] = [device]
     parallel = kind(model, **options)
@@ -61,7 +61,7 @@ def data_parallel(
 
 
 def _weighted_sum(share: float, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums gradients, each a mean over a part of the batch, by how much of it the part is."""
+    """Sums the gradients of the ranks, each weighted by its share of the batch."""
     from torch import distributed as dist
 
     work = dist.all_reduce(bucket.buffer().mul_(share), async_op=True)
@@ -70,9 +70,9 @@ def _weighted_sum(share: float, bucket: GradBucket) -> torch.futures.Future[Tens
 
 @torch.no_grad()
 def average_statistics_(model: nn.Module, ranks: Ranks) -> None:
-    """Puts the mean over the processes into the running statistics of batch norm.
+    """Averages the running statistics of batch norm over the ranks.
 
-    Layers that look at the batch of all processes have the same ones already.
+    SyncBatchNorm layers have the same statistics on all ranks already.
     """
     if ranks.world_size == 1:
         return
@@ -89,14 +89,17 @@ def average_statistics_(model: nn.Module, ranks: Ranks) -> None:
 
 
 @contextmanager
-def strides_as_they_come() -> Iterator[None]:
-    """Keeps DDP from warning, for a `with` block, of gradients laid out as the images are."""
+def ignore_grad_stride_warnings() -> Iterator[None]:
+    """Hides DDP's warning about gradient strides, such as channels_last, for a `with` block."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         yield
 
 
 def seed_epoch(ranks: Ranks, seed: int, epoch: int) -> None:
-    """Gives the processes global random numbers of their own (dropout), whatever came before."""
+    """Seeds the global generators of every rank differently, such as for dropout.
+
+    The generators of a single process are left alone.
+    """
     if ranks.world_size > 1:
         torch.manual_seed(mixed(seed, "process", epoch, ranks.rank))

@@ -1,4 +1,4 @@
-"""Log of a run: a record per epoch."""
+"""Log of a run, with one record per epoch."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from torchcram import Masks, Weights
 
 
-DEFAULT = GlobalTopK(0.9)
+DEFAULT = GlobalTopK(0.9)  # operator of `MaskChange` if the training has no fitting one
 
 
 class MaskChange:
-    """The fraction of the entries of a mask that are other than they were an epoch before.
+    """Measures the fraction of mask entries that changed since the epoch before.
 
-    The mask is that of one fixed operator at w, whatever the steps used: the first one of
-    `operators` that does nothing but prune, at one level, and else global:0.9. It is a measure of
-    how settled the choice of weights is, comparable between runs with and without CrAM.
+    The mask is that of one fixed operator at w, whichever operators the steps used: the first of
+    `operators` that only prunes to one sparsity, or else global:0.9. The fraction shows how far
+    the choice of weights has settled, and can be compared between runs with and without CrAM.
 
     Args:
-        weights: that the operator sees.
-        operators: those of the training, as text.
+        weights: Weights that the operator is applied to.
+        operators: Operators of the training, as text.
     """
 
     def __init__(self, weights: Weights, operators: Sequence[str]) -> None:
-        read = [parse_operator(text) for text in operators]
-        pruning = [one for one in read if isinstance(one, Sparsifier) and not one.is_range]
+        parsed = [parse_operator(text) for text in operators]
+        pruning = [item for item in parsed if isinstance(item, Sparsifier) and not item.is_range]
         self.operator: Sparsifier = pruning[0] if pruning else DEFAULT
         self._weights = weights
         self._masks = self._select()
 
     def update(self) -> float:
-        """Returns the change since the last call, or since the beginning; takes new masks."""
+        """Selects new masks; returns the change since the last call, or since the beginning."""
         before, self._masks = self._masks, self._select()
         changed = [(before[name] != mask).sum() for name, mask in self._masks.items()]
         return int(torch.stack(changed).sum()) / sum(mask.numel() for mask in before.values())
@@ -63,24 +63,24 @@ LOG, TENSORBOARD = "log.jsonl", "tensorboard"
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What an epoch came to.
+    """Losses, scores and speed of one epoch.
 
     Attributes:
-        epoch: how many are done with it, from 1.
-        loss: mean training loss at w.
-        compressed_loss: mean training loss at w~; None where no step had one.
-        accuracy: on the test images, from 0 to 1; None where they were not looked at. For other
-            tasks their metric.
-        lr: learning rate of the last step.
-        mask_change: see `MaskChange`.
-        images_per_second: of training alone.
-        seconds: of training, evaluation and all else in the epoch but the checkpoint.
-        processes: how many trained together.
-        metric: what `accuracy` is.
-        unit: what there are so many of in a second, where it is not images.
-        compressed_accuracy: the same of the model compressed by the operator that the recipe
-            watches, if it does.
-        others: further metrics of the dense model, by name.
+        epoch: Number of the epoch, from 1.
+        loss: Mean training loss at w.
+        compressed_loss: Mean training loss at w~; None if no step went there.
+        accuracy: Accuracy on the test split, or the metric of the task, from 0 to 1; None if the
+            model was not tested.
+        lr: Learning rate of the last step.
+        mask_change: Fraction of mask entries that changed, see `MaskChange`.
+        images_per_second: Speed of the training alone, without tests.
+        seconds: Time of the whole epoch, without its checkpoint.
+        processes: Number of processes that trained together.
+        metric: Name of the metric that `accuracy` holds.
+        unit: Plural of what `images_per_second` counts.
+        compressed_accuracy: Accuracy of the model compressed by `compress.watch` of the recipe;
+            None if the recipe has none or the model was not tested.
+        others: Further metrics of the dense model, by name.
     """
 
     epoch: int
@@ -102,9 +102,10 @@ class RunLog:
     """Appends records to `log.jsonl` and to TensorBoard's files in a run folder.
 
     Args:
-        folder: of the run.
-        first: the epoch whose record comes next. Records from it on, left by an attempt that was
-            killed before its checkpoint, are dropped, and so is a line that was cut off.
+        folder: Folder of the run.
+        first: Number of the epoch whose record comes next. Records of it and of later epochs, left
+            by a process that was killed before its checkpoint, are dropped, and so is a line that
+            was cut off.
     """
 
     def __init__(self, folder: Path, *, first: int = 1) -> None:
@@ -118,7 +119,7 @@ class RunLog:
         self._board = _tensorboard(folder / TENSORBOARD, first)
 
     def write(self, record: EpochRecord) -> None:
-        """Appends a record; it survives the end of the process from here on."""
+        """Appends a record, which then survives the end of the process."""
         self._file.write(json_text.dump(record, indent=None))
         self._file.flush()
         if self._board is None:
@@ -131,7 +132,7 @@ class RunLog:
         self._board.flush()
 
     def sync(self) -> None:
-        """Brings all records to the disk; they survive a failure of power from here on."""
+        """Flushes all records to the disk, where they survive a power failure."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -153,9 +154,10 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[EpochRecord]:
-    """Returns the records of a run folder; none where there is no log yet.
+    """Returns the records of a run folder, or none if there is no log yet.
 
-    A last line that was cut off is left out; any other that is no record is named in a warning.
+    A last line that was cut off is left out; any other line that is not a record is named in a
+    warning.
     """
     path = folder / LOG
     if not path.exists():
@@ -167,7 +169,7 @@ def read_log(folder: Path) -> list[EpochRecord]:
         if record is not None:
             records.append(record)
         elif number < len(lines):
-            warnings.warn(f"{path}, line {number}, is no record and is left out", stacklevel=2)
+            warnings.warn(f"{path}, line {number}, is not a record and is left out", stacklevel=2)
     return records
 
 
@@ -184,13 +186,13 @@ def _tensorboard(folder: Path, first: int) -> SummaryWriter | None:
     except ImportError:
         _warn_no_tensorboard()
         return None
-    # TensorBoard shows nothing of what earlier files of the folder say of these epochs
+    # purge_step: TensorBoard hides what earlier files of the folder say about these epochs
     return SummaryWriter(str(folder), purge_step=first)
 
 
 @functools.cache
 def _warn_no_tensorboard() -> None:
     warnings.warn(
-        f"tensorboard is missing: the log goes to {LOG} alone (pip install tensorboard)",
+        f"tensorboard is not installed: the log is only in {LOG} (pip install tensorboard)",
         stacklevel=4,
     )

@@ -1,4 +1,4 @@
-"""Several trainings at a time on one machine."""
+"""Several trainings at a time on one machine, as processes that share a GPU through MPS."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ MPS_TIMEOUT = 120  # seconds that any command of MPS may take
 
 @contextmanager
 def shared_gpu(
-    say: Callable[[str], None], *, wanted: bool = True, probe: Sequence[str] = PROBE
+    warn: Callable[[str], None], *, enabled: bool = True, probe: Sequence[str] = PROBE
 ) -> Iterator[dict[str, str]]:
-    """Starts the service for a `with` block, where it is installed and works.
+    """Starts NVIDIA's MPS service for a `with` block, if it is installed and works.
 
-    A service that runs already, as `CUDA_MPS_PIPE_DIRECTORY` says, is used and left alone.
+    A service that `CUDA_MPS_PIPE_DIRECTORY` names is used, and keeps running afterwards.
 
     Args:
-        say: called with a line where the processes have to take turns instead.
-        wanted: False for nothing at all.
-        probe: a command that fails if the GPU cannot be used through the service.
+        warn: Function that is called with a message if the processes have to take turns instead.
+        enabled: Whether to use the service at all.
+        probe: Command that fails if the GPU cannot be used through the service.
 
     Yields:
-        What to put into the environment of the processes.
+        Environment variables for the processes.
     """
-    if not wanted or PIPES in os.environ:
+    if not enabled or PIPES in os.environ:
         yield {}
         return
     program = shutil.which(CONTROL)
     if program is None:
-        say(f"{CONTROL} is not installed: the processes take turns on the GPU")
+        warn(f"{CONTROL} is not installed: the processes take turns on the GPU")
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
@@ -57,19 +57,19 @@ def shared_gpu(
             works = started and _succeeds(probe, environment)
             if not works:
                 what = "does not work" if started else "does not start"
-                say(f"{CONTROL} {what} here: the processes take turns on the GPU")
+                warn(f"{CONTROL} {what} here: the processes take turns on the GPU")
             yield environment if works else {}
         finally:
             if started:
-                _succeeds([program], environment, said=b"quit\n")
+                _succeeds([program], environment, stdin=b"quit\n")
 
 
-def _succeeds(command: Sequence[str], environment: dict[str, str], said: bytes = b"") -> bool:
+def _succeeds(command: Sequence[str], environment: dict[str, str], stdin: bytes = b"") -> bool:
     try:
         done = subprocess.run(  # noqa: S603
             command,
-            input=said,
-            # not pipes: the daemon keeps what it was started with open
+            input=stdin,
+            # not pipes: the daemon would keep them open
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, **environment},
@@ -81,8 +81,8 @@ def _succeeds(command: Sequence[str], environment: dict[str, str], said: bytes =
     return done.returncode == 0
 
 
-LAST = 12  # lines of what a failed process said
-PATIENCE = 10.0  # seconds to end in, asked to
+LAST = 12  # lines of standard error that are kept of a failed process
+PATIENCE = 10.0  # seconds that a process has to end after a signal
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Running:
     thread: threading.Thread = field(init=False)
 
     def failure(self) -> Failure | None:
-        """Returns how it ended, if badly; None if well."""
+        """Waits for the process; returns its failure, or None if it succeeded."""
         status = self.process.wait()
         self.thread.join()
         with self.errors as file:
@@ -121,92 +121,93 @@ class _Running:
 
 def run_jobs(
     jobs: Sequence[Job],
-    heard: Callable[[Job, str], None],
+    on_line: Callable[[Job, str], None],
     *,
     at_once: int,
     environment: Mapping[str, str] | None = None,
 ) -> list[Failure]:
-    """Runs all jobs, so many at once; one that fails does not stop the others.
+    """Runs jobs, several at a time; a job that fails does not stop the others.
 
-    If this is interrupted or asked to end, so are all processes, before it raises.
+    If this process is interrupted or terminated, it ends all jobs before it raises.
 
     Args:
-        jobs: in the order to start them.
-        heard: called, in this thread, with every line of a job's standard output.
-        at_once: how many run at the same time.
-        environment: on top of that of this process.
+        jobs: Jobs in the order to start them.
+        on_line: Function that is called, in this thread, with every line that a job prints.
+        at_once: Number of jobs that run at the same time.
+        environment: Environment variables on top of those of this process.
 
     Returns:
         The failures, in the order of the jobs.
     """
     if at_once < 1:
-        raise ValueError(f"{at_once} processes at once: at least 1 is needed")
+        raise ValueError(f"{at_once} processes at once: at least 1 is allowed")
     waiting, running, failures = list(jobs), list[_Running](), list[Failure]()
-    said: queue.Queue[tuple[_Running, str | None]] = queue.Queue()
-    with _ended_like_interrupted():
+    lines: queue.Queue[tuple[_Running, str | None]] = queue.Queue()
+    with _signals_as_interrupts():
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
-                    running.append(_start(waiting.pop(0), said, environment or {}))
-                one, line = _next(said)
+                    running.append(_start(waiting.pop(0), lines, environment or {}))
+                source, line = _next(lines)
                 if line is not None:
-                    heard(one.job, line)
+                    on_line(source.job, line)
                     continue
-                running.remove(one)
-                failure = one.failure()
+                running.remove(source)
+                failure = source.failure()
                 failures += [] if failure is None else [failure]
         except BaseException:
-            _stop([one.process for one in running])
-            for one in running:
-                one.failure()  # closes its files
+            _stop([item.process for item in running])
+            for item in running:
+                item.failure()  # closes its files
             raise
     return sorted(failures, key=lambda failure: jobs.index(failure.job))
 
 
 def _start(
-    job: Job, said: queue.Queue[tuple[_Running, str | None]], environment: Mapping[str, str]
+    job: Job, lines: queue.Queue[tuple[_Running, str | None]], environment: Mapping[str, str]
 ) -> _Running:
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  # a file never fills up, as a pipe does
+    """Starts a job whose output goes to `lines`, with None for the end of it."""
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe would fill up
     process = subprocess.Popen(  # noqa: S603
         job.command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
         env={**os.environ, **environment},
-        start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+        start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
     )
-    one = _Running(job, process, errors)
+    running = _Running(job, process, errors)
 
     def listen() -> None:
         assert process.stdout is not None  # noqa: S101
-        with process.stdout as lines:
-            for line in lines:
-                said.put((one, line.decode(errors="replace").rstrip()))
-        said.put((one, None))
+        with process.stdout as output:
+            for line in output:
+                lines.put((running, line.decode(errors="replace").rstrip()))
+        lines.put((running, None))
 
-    one.thread = threading.Thread(target=listen, daemon=True)
-    one.thread.start()
-    return one
+    running.thread = threading.Thread(target=listen, daemon=True)
+    running.thread.start()
+    return running
 
 
 def _next(
-    said: queue.Queue[tuple[_Running, str | None]],
+    lines: queue.Queue[tuple[_Running, str | None]],
 ) -> tuple[_Running, str | None]:
     while True:
         with suppress(queue.Empty):
-            return said.get(timeout=0.5)  # without a limit, some systems do not hear Ctrl-C
+            return lines.get(timeout=0.5)  # without a limit, some systems do not notice Ctrl-C
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Asks politely, then less so; a second Ctrl-C does not wait."""
+    """Sends SIGINT, later SIGTERM, and in the end kills; a second Ctrl-C kills at once."""
     try:
-        for ask in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM):
             for process in processes:
                 if process.poll() is None:
-                    process.send_signal(ask)
-            late = time.monotonic() + PATIENCE
+                    process.send_signal(number)
+            deadline = time.monotonic() + PATIENCE
             while any(process.poll() is None for process in processes):
-                if time.monotonic() > late:
+                if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
     finally:
@@ -217,8 +218,8 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _ended_like_interrupted() -> Iterator[None]:
-    """Lets SIGTERM and a closed terminal raise KeyboardInterrupt, so that nothing is left over."""
+def _signals_as_interrupts() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, so that no process is left running."""
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,9 +1,9 @@
-"""The folder of a run: what it is of, and the model that came out.
+"""The folder of a run: its recipe, its log, its checkpoints and the trained model.
 
-recipe.yaml         all keys and values
+recipe.yaml         recipe with all keys and values
 run.json            seed, data, machine, versions; once finished, accuracy and seconds
-log.jsonl           a record per epoch; the same in tensorboard/
-checkpoints/        the two newest
+log.jsonl           one record per epoch; tensorboard/ has the same
+checkpoints/        the two newest checkpoints
 model.safetensors   the trained, dense model
 """
 
@@ -28,13 +28,13 @@ RECIPE, RUN, CHECKPOINTS, MODEL = "recipe.yaml", "run.json", "checkpoints", "mod
 
 @dataclass(frozen=True)
 class Finished:
-    """What a finished training came to.
+    """Score and time of a finished training.
 
     Attributes:
-        accuracy: of the dense model on the test images, from 0 to 1; or the metric of the task.
-        seconds: that it took.
-        processes: how many trained together, at the end.
-        others: further metrics, by name.
+        accuracy: Test accuracy of the dense model, or the metric of the task, from 0 to 1.
+        seconds: Time that the training took.
+        processes: Number of processes that trained together, at the end.
+        others: Further metrics, by name.
     """
 
     accuracy: float
@@ -45,15 +45,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What tells the data of a run from others.
+    """Description of a dataset that tells it from others.
 
     Attributes:
-        name: of the data set.
-        train_images: how many; of texts, the sequences.
-        test_images: how many.
-        classes: their names.
-        mean: of the training images, per channel.
-        contents: a digest of texts.
+        name: Name of the dataset.
+        train_images: Number of training images, or of sequences for texts.
+        test_images: Number of test images or sequences.
+        classes: Names of the classes.
+        mean: Mean of the training images per channel; empty for other data.
+        contents: Digest of the contents; empty for images.
     """
 
     name: str
@@ -72,15 +72,15 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is, beside its recipe.
+    """Description of a run besides its recipe, the contents of `run.json`.
 
     Attributes:
-        seed: of the initial weights, the batches and the draws.
-        data: that it trains and tests on.
-        start: digest of the weights and masks it started from, where they were given.
-        machine: it runs on.
-        versions: of the packages, by name.
-        finished: None until it is.
+        seed: Seed of the initial weights, the batches and the choice of operators.
+        data: Dataset that it trains and tests on.
+        start: Digest of the weights and masks that it started from; None for initial weights.
+        machine: Name of the machine that it runs on.
+        versions: Versions of the packages, by name.
+        finished: Score and time; None until the training is finished.
     """
 
     seed: int
@@ -92,56 +92,56 @@ class RunInfo:
 
 
 def identity(recipe: Recipe, info: RunInfo) -> dict[str, Any]:
-    """Returns all that the weights depend on; two runs that agree in it are the same.
+    """Returns everything that the weights depend on; runs with equal identities are the same.
 
-    The title and the targets of the compression after training do not count.
+    The title and the compressions after training are left out.
     """
-    said = recipe.to_dict()
-    del said["title"], said["compress"]
-    return {"recipe": said, "seed": info.seed, "data": plain(info.data), "start": info.start}
+    settings = recipe.to_dict()
+    del settings["title"], settings["compress"]
+    return {"recipe": settings, "seed": info.seed, "data": plain(info.data), "start": info.start}
 
 
 def open_run(folder: Path, recipe: Recipe, info: RunInfo) -> RunInfo:
-    """Makes the folder of a run, or finds that it is there already.
+    """Makes the folder of a run, or opens it if it exists.
 
     Returns:
-        `info`, or what the folder says of the same run.
+        `info`, or the description of the same run that the folder holds.
 
     Raises:
-        ValueError: if it is the folder of another run that has done an epoch, naming in what they
-            differ, or of something else; it stays as it is then.
+        ValueError: If the folder holds something else, or another run that has done an epoch; the
+            message names the differences, and the folder stays unchanged.
     """
-    found = None
+    stored = None
     if (folder / RUN).exists():
-        earlier, found = read_run(folder)
-        if different := explain_differences(identity(earlier, found), identity(recipe, info)):
+        earlier, stored = read_run(folder)
+        if different := explain_differences(identity(earlier, stored), identity(recipe, info)):
             if (folder / CHECKPOINTS).exists() or (folder / MODEL).exists():
-                said = "; ".join(different)
                 raise ValueError(
-                    f"{folder} holds another run: {said}; give this one another folder (--out)"
+                    f"{folder} holds another run: {'; '.join(different)}; choose another folder "
+                    "(--out)"
                 )
-            found = None  # it did not get anywhere
+            stored = None  # the other run has not done any epoch
     else:
         for name in (LOG, CHECKPOINTS, MODEL):
             if (folder / name).exists():
-                raise ValueError(f"{folder} holds {name} but no {RUN}: it is no folder of a run")
+                raise ValueError(f"{folder} is not the folder of a run: it has {name} but no {RUN}")
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     write_atomically(folder / RECIPE, yaml_text.dump(recipe.to_dict()).encode())
-    if found is None:
+    if stored is None:
         write_info(folder, info)
-    return found or info
+    return stored or info
 
 
 def read_run(folder: Path) -> tuple[Recipe, RunInfo]:
-    """Returns what a run folder is of.
+    """Returns the recipe and the description of a run folder.
 
     Raises:
-        ValueError: naming the file, if there is none or it is not as it should be.
+        ValueError: If a file is missing or damaged; the message names it.
     """
     for name in (RUN, RECIPE):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} is no folder of a run: there is no {name}")
+            raise ValueError(f"{folder} is not the folder of a run: it has no {name}")
     return load_recipe(folder / RECIPE), json_text.parse(
         RunInfo, (folder / RUN).read_bytes(), str(folder / RUN)
     )

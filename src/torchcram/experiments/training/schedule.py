@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 def lr_at(
     step: int, steps_per_epoch: int, config: ScheduleConfig, *, lr: float, epochs: int
 ) -> float:
-    """W warm-up steps at lr (step + 1) / W, then lr (1 + cos(pi (step - W) / (T - W))) / 2.
+    """Returns the learning rate of a step.
 
-    T is the number of all steps, so that the step after the last one would have 0. The schedule
-    "linear" is lr (T - step) / (T - W) after the warm-up, and "constant" stays at lr. A scheduler
-    of torch begins after the warm-up and moves on after every epoch or step.
+    It is lr (step + 1) / W in W warm-up steps, then lr (1 + cos(pi (step - W) / (T - W))) / 2,
+    where T is the number of all steps, so that the step after the last one would have 0. The
+    schedule "linear" is lr (T - step) / (T - W) after the warm-up, and "constant" stays at lr. A
+    scheduler of torch begins after the warm-up and advances after every epoch or step.
 
     Args:
-        step: of the whole training, from 0.
-        steps_per_epoch: at least 1.
-        config: what comes after how much warm-up.
-        lr: the peak.
-        epochs: of the whole training.
+        step: Number of the step in the whole training, from 0.
+        steps_per_epoch: Number of steps in an epoch, at least 1.
+        config: Schedule and length of the warm-up.
+        lr: Peak learning rate.
+        epochs: Number of epochs of the whole training.
     """
     warmup = config.warmup_epochs * steps_per_epoch
     total = epochs * steps_per_epoch
@@ -53,9 +54,9 @@ def lr_at(
 
 
 def set_lr_(optimizer: Optimizer, lr: float) -> None:
-    """Gives every parameter group a learning rate; one that is a tensor is filled in place."""
+    """Sets the learning rate of every parameter group; a tensor is filled in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # a captured graph reads it there
+            group["lr"].fill_(lr)  # captured graphs read it from this memory
         else:
             group["lr"] = lr

@@ -1,4 +1,4 @@
-"""One training step on a batch, without waiting for the device."""
+"""Training steps: their interface, the eager implementation and the loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Loss = Callable[[Tensor, Tensor, float], Tensor]
-"""Returns the loss of outputs, labels and label smoothing."""
+"""Function that returns the loss, given outputs, labels and label smoothing."""
 
 
 def cross_entropy(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -28,13 +28,13 @@ def cross_entropy(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Ten
 
 
 class Step(Protocol):
-    """A way to take training steps; the learning rate is the one that the optimizer's groups hold.
+    """Takes training steps, with the learning rate that the optimizer's groups have.
 
-    `start_epoch`, then `run` for every batch of the epoch, then `losses`.
+    The trainer calls `start_epoch`, then `run` for every batch of the epoch, then `losses`.
     """
 
     def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch, numbered from 0: its first batch comes next, the means begin anew."""
+        """Begins an epoch, numbered from 0, at its first batch, and resets the mean losses."""
 
     def run(self) -> None:
         """Takes a step on the next batch of the epoch; does not wait for the device."""
@@ -42,12 +42,12 @@ class Step(Protocol):
     def losses(self) -> tuple[float, float | None]:
         """Waits for the device; returns the mean losses of the epoch so far, at w and at w~.
 
-        None in place of the second where no step went to a w~.
+        The second is None if no step went to w~.
         """
 
 
 class MakeStep(Protocol):
-    """Makes a `Step`; called once the model and the optimizer hold the state to continue from."""
+    """Makes a `Step`, after the model and the optimizer have loaded the state to continue from."""
 
     def __call__(
         self,
@@ -60,19 +60,19 @@ class MakeStep(Protocol):
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
     ) -> Step:
-        """Returns a way to take steps, as `EagerStep` has it."""
+        """Returns a `Step`; the arguments are those of `EagerStep`."""
 
 
 class EagerStep:
     """Takes steps one kernel at a time, on any device, with any model, optimizer and batches.
 
     Args:
-        model: on `device`.
-        optimizer: of its parameters, `CrAM` or plain.
-        batches: to train on.
-        config: precision, label smoothing and distillation.
-        device: of all that is computed.
-        teacher: on `device`, in eval mode, whose scores count too where `config` says so.
+        model: Model on `device`.
+        optimizer: Optimizer of its parameters, `CrAM` or plain.
+        batches: Batches to train on.
+        config: Precision, label smoothing and distillation.
+        device: Device that everything is computed on.
+        teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
         loss: Loss of the task: a function of outputs, labels and label smoothing.
     """
 
@@ -94,7 +94,8 @@ class EagerStep:
         self._config = config
         self._teacher = teacher
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # at w, at w~; how many
+        # sums of the losses at w and at w~, and the number of each
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""
@@ -109,7 +110,7 @@ class EagerStep:
         """Returns the mean losses of the epoch so far."""
         dense, compressed, steps, passes = self._sums.tolist()
         if not steps:
-            raise ValueError("there are no losses yet: no step was taken in this epoch")
+            raise ValueError("there are no losses: no step was taken in this epoch")
         return dense / steps, compressed / passes if passes else None
 
     def _train_on(self, batch: tuple[Tensor, Tensor]) -> None:
@@ -140,15 +141,15 @@ def train_on(
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
     images, labels = batch
     losses: list[Tensor] = []
-    wanted = None
+    teacher_scores = None
     if config.distillation is not None and teacher is not None:
         with torch.no_grad(), autocast(images.device, config.precision):
-            wanted = teacher(images)
+            teacher_scores = teacher(images)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         with autocast(images.device, config.precision):
-            value = loss_of(model(images), labels, config, wanted, loss=loss)
+            value = loss_of(model(images), labels, config, teacher_scores, loss=loss)
         value.backward()
         losses.append(value.detach())
         return losses[-1]
@@ -162,7 +163,7 @@ def loss_of(
     scores: Tensor,
     labels: Tensor,
     config: TrainConfig,
-    wanted: Tensor | None = None,
+    teacher_scores: Tensor | None = None,
     *,
     loss: Loss = cross_entropy,
 ) -> Tensor:
@@ -172,29 +173,30 @@ def loss_of(
         scores: Outputs of the model.
         labels: Labels of the batch.
         config: Label smoothing and distillation.
-        wanted: Outputs of the teacher, if there is one.
+        teacher_scores: Outputs of the teacher, if there is one.
         loss: Loss of the task.
     """
     value = loss(scores, labels, config.label_smoothing)
-    if config.distillation is None or wanted is None:
+    if config.distillation is None or teacher_scores is None:
         return value
     weight = config.distillation.weight
-    soft = distillation_loss(scores, wanted, config.distillation.temperature)
+    soft = distillation_loss(scores, teacher_scores, config.distillation.temperature)
     return (1 - weight) * value + weight * soft
 
 
-def distillation_loss(scores: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence of scores from those of another model, the mean over a batch.
+def distillation_loss(scores: Tensor, teacher_scores: Tensor, temperature: float) -> Tensor:
+    """Returns temperature^2 KL(teacher || model), the mean over a batch.
 
-    It is multiplied by the square of the temperature, so that gradients keep their size. Padding,
-    at -inf, counts for nothing.
+    The factor keeps the size of gradients independent of the temperature. Padding, where scores
+    are -inf, is left out.
 
     Args:
-        scores: (n, classes), or (n, t, 2) of first and last tokens, the mean of both.
-        wanted: the same of the other model.
-        temperature: of both.
+        scores: Scores of the model, (n, classes), or (n, t, 2) for first and last tokens, over
+            which the mean is taken.
+        teacher_scores: Scores of the teacher, of the same shape.
+        temperature: Temperature that the scores of both are divided by.
     """
     log = (scores.float() / temperature).log_softmax(dim=1)
-    target = (wanted.float() / temperature).log_softmax(dim=1)
-    apart = torch.where(target.isneginf(), 0, target.exp() * (target - log))
-    return temperature**2 * apart.sum(dim=1).mean()
+    target = (teacher_scores.float() / temperature).log_softmax(dim=1)
+    divergence = torch.where(target.isneginf(), 0, target.exp() * (target - log))
+    return temperature**2 * divergence.sum(dim=1).mean()

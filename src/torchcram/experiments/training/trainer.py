@@ -1,4 +1,4 @@
-"""Training by a recipe, which can be stopped at any moment and continued exactly.
+"""Training with a recipe, which can be stopped at any moment and continued exactly.
 
 `train` opens the folder of the run and hands over to a `Trainer`: from the latest checkpoint,
 epoch by epoch, to the end. A step is `Step.run`, which calls `CrAM.step` (optim/cram.py).
@@ -39,17 +39,17 @@ from torchcram.experiments.recipe.build import (
 from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.checkpoint import (
     checkpoint_path,
+    forked_rng,
     load_latest,
     load_state_,
-    own_randomness,
     save_checkpoint,
     state_of,
 )
 from torchcram.experiments.training.data_parallel import (
     average_statistics_,
     data_parallel,
+    ignore_grad_stride_warnings,
     seed_epoch,
-    strides_as_they_come,
     with_shared_statistics,
 )
 from torchcram.experiments.training.log import LOG, EpochRecord, MaskChange, RunLog, read_log
@@ -74,12 +74,12 @@ if TYPE_CHECKING:
     from torchcram.experiments.recipe.schema import Recipe
 
 Progress = Callable[[float, int, "EpochRecord | None"], None]
-"""Called with the epochs done, fractions too, all epochs, and the record of the one just done."""
+"""Function of the epochs done, also fractions, of all epochs, and of the last epoch's record."""
 
 CPU = torch.device("cpu")
-OFTEN = 0.2  # seconds, at least, between two calls of progress within an epoch
-PATIENCE = 15.0  # seconds; workers that decode images look every 5 whether they are orphans
-BEST = "best-{:04d}.safetensors"  # the model after so many rounds of early stopping
+OFTEN = 0.2  # least number of seconds between two calls of progress within an epoch
+PATIENCE = 15.0  # seconds; workers that decode images notice after 5 that they are orphans
+BEST = "best-{:04d}.safetensors"  # best model of early stopping, with its round
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Start:
 
     @property
     def digest(self) -> str:
-        """A short text that differs for other weights, masks or another teacher."""
+        """Digest of the weights, the masks and the teacher."""
         masks = {f"mask of {name}": mask for name, mask in (self.masks or {}).items()}
         taught = {} if self.teacher is None else self.teacher.state_dict()
         teacher = {f"teacher's {name}": value for name, value in taught.items()}
@@ -110,7 +110,7 @@ class Trained:
     """A finished training.
 
     Attributes:
-        recipe: Recipe that it was trained by.
+        recipe: Recipe that it was trained with.
         info: Contents of `run.json`.
         finished: Score and time.
         model: Trained, dense model.
@@ -138,17 +138,17 @@ def train(
 ) -> Trained:
     """Trains a model, or continues where an earlier call on the same folder stopped.
 
-    Whatever stops it, the checkpoint of the last whole epoch is there. On a CPU the weights that
-    come out are, bit for bit, those of a training that was never stopped. On a folder in which the
-    training is finished it returns at once. No global random generator is left changed.
+    However it is stopped, the checkpoint of the last whole epoch is on disk. On a CPU the final
+    weights are, bit for bit, those of a training that was never stopped. If the training in the
+    folder is finished, it returns at once. Global random generators are restored.
 
-    Several processes call it together; it returns the same to all of them. Each takes its part of
-    every batch, and rank 0 reads and writes the folder. The number of processes is no part of what
-    the run is: another number of them, or a single one, may continue it.
+    Several processes call it together, and it returns the same to all of them. Each takes its shard
+    of every batch, and rank 0 reads and writes the folder. Another number of processes, or a single
+    one, may continue the run.
 
     Args:
-        recipe: Recipe to train by.
-        folder: Folder of the run; `run_folder` says what is in it.
+        recipe: Recipe to train with.
+        folder: Folder of the run, as described in run_folder.py.
         data: Dataset to train and test on.
         seed: Seed of the initial weights, the batches and the choice of operators.
         device: Device that everything is computed on.
@@ -160,17 +160,17 @@ def train(
         ranks: Processes that train together.
 
     Raises:
-        ValueError: If the folder holds another run, naming how they differ, if the model does not
-            take the data, if ranks are given different work, or if the recipe has
-            `train.distillation` and `start` no teacher.
+        ValueError: If the folder holds another run, if the model does not take the data, if ranks
+            have different arguments, or if the recipe has `train.distillation` and `start` has no
+            teacher.
         FloatingPointError: If the loss is not finite.
     """
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
-            raise ValueError(f"{name}_interval={every!r} is not a positive number")
+            raise ValueError(f"{name}_interval={every!r}: at least 1 is allowed")
     if recipe.train.distillation is not None:
         make_step = partial(make_step, teacher=_teacher(start, recipe, device))
-    asked = RunInfo(
+    requested = RunInfo(
         seed=seed,
         data=DataInfo.of(data),
         start=None if start is None else start.digest,
@@ -178,11 +178,11 @@ def train(
         versions=versions(),
     )
     intervals = {"eval_interval": eval_interval, "checkpoint_interval": checkpoint_interval}
-    ranks.require_same({**identity(recipe, asked), **intervals, "device": device.type})
-    with ExitStack() as held:
-        held.enter_context(own_randomness(device, seed))
+    ranks.require_same({**identity(recipe, requested), **intervals, "device": device.type})
+    with ExitStack() as stack:
+        stack.enter_context(forked_rng(device, seed))
         info, finished = ranks.broadcast_from_rank0(
-            lambda: _open(folder, recipe, asked, held, ranks)
+            lambda: _open(folder, recipe, requested, stack, ranks)
         )
         if not finished:
             policy = (
@@ -195,7 +195,7 @@ def train(
             )
             task = recipe.build_task()
             ranks.run_on_all(lambda: task.check_model(trainer.model, data, device=device))
-            with trainer.held_masks(start), strides_as_they_come():
+            with trainer.held_masks(start), ignore_grad_stride_warnings():
                 trainer.fit(policy, make_step, progress if ranks.is_first else None)
     if ranks.world_size == 1:
         return load_trained(folder, device)
@@ -207,7 +207,7 @@ def load_trained(folder: Path, device: torch.device) -> Trained:
     """Returns the finished training of a folder, the model on `device` in eval mode.
 
     Raises:
-        ValueError: If the folder holds no run, or the run is not finished; names the file.
+        ValueError: If the folder holds no run, or an unfinished one; the message names it.
     """
     recipe, info = read_run(folder)
     if info.finished is None or not (folder / MODEL).exists():
@@ -218,12 +218,12 @@ def load_trained(folder: Path, device: torch.device) -> Trained:
 
 
 class Trainer:
-    """A training, from its latest checkpoint on.
+    """A training that continues from its latest checkpoint.
 
     Args:
-        recipe: Recipe to train by.
+        recipe: Recipe to train with.
         folder: Folder of the run.
-        info: What the folder says of the run.
+        info: Description of the run that the folder holds.
         data: Dataset to train and test on.
         start: Model to start from and masks to hold; None for the initial weights of the seed.
         device: Device that everything is computed on.
@@ -233,7 +233,7 @@ class Trainer:
         model: Model that is trained.
         optimizer: `CrAM` or a plain optimizer.
         done: Number of epochs done.
-        seconds: Time that they took.
+        seconds: Time that these epochs took.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Trainer:
     # the training
 
     def fit(self, policy: _ToTheEnd, make_step: MakeStep, progress: Progress | None) -> None:
-        """Trains until the policy says that it is over; leaves the model and its score."""
+        """Trains until the policy ends it; writes the model and its score to the folder."""
         plan, data = policy.begin(self)
         epochs = _Epochs(self, plan, data, make_step, progress)
         epochs.report(self.done)
@@ -268,7 +268,7 @@ class Trainer:
                 policy.note(record)
                 if policy.saves_after(self.done):
                     if log is not None:
-                        log.sync()  # the records that led to a checkpoint are on disk before it
+                        log.sync()  # records must be on disk before their checkpoint
                     self.save_checkpoint()
                     policy.note_checkpoint()
                 epochs.report(record.epoch, record)
@@ -293,24 +293,29 @@ class Trainer:
     # checkpoints
 
     def save_checkpoint(self) -> None:
-        """Writes all that the training needs to continue exactly; rank 0 does."""
+        """Writes a checkpoint, on rank 0."""
         if not self.ranks.is_first:
             return
         training = state_of(self.model, self.optimizer, self.device)
         state = {"training": training, "seconds": self.seconds}
-        who = identity(self.recipe, self.info)
-        save_checkpoint(self.folder / CHECKPOINTS, self.done, state, identity=who)
+        save_checkpoint(
+            self.folder / CHECKPOINTS,
+            self.done,
+            state,
+            identity=identity(self.recipe, self.info),
+        )
 
     def _resume(self, start: Start | None) -> None:
-        """Takes the state of the latest checkpoint, or begins.
+        """Loads the latest checkpoint, or builds the initial state if there is none.
 
-        A checkpoint whose content does not fit, though its digest is right, is named in a warning,
-        and the one before it is taken.
+        A checkpoint whose digest is right but whose content does not fit is named in a warning, and
+        the one before it is used.
         """
-        checkpoints, who, before = self.folder / CHECKPOINTS, identity(self.recipe, self.info), None
+        checkpoints, before = self.folder / CHECKPOINTS, None
+        expected = identity(self.recipe, self.info)
         while True:
-            # one rank reads: all continue from the same epoch, and need not see the same disk
-            read = partial(load_latest, checkpoints, who, before=before)
+            # only rank 0 reads: all continue from the same epoch and need not share a disk
+            read = partial(load_latest, checkpoints, expected, before=before)
             latest = self.ranks.broadcast_from_rank0(read)
             self._build(start, pretrained=latest is None)
             if latest is None:
@@ -321,11 +326,11 @@ class Trainer:
                 return
             if self.ranks.is_first:
                 path = checkpoint_path(checkpoints, before)
-                reason = problem or "another process refuses it"
+                reason = problem or "it does not fit on another rank"
                 warnings.warn(f"{path} is not used: {reason}", stacklevel=2)
 
     def _build(self, start: Start | None, *, pretrained: bool) -> None:
-        """Makes the model and the optimizer as they are before the first epoch."""
+        """Builds the model and the optimizer in their state before the first epoch."""
         recipe, info = self.recipe, self.info
         if start is not None:
             model = copy.deepcopy(start.model)
@@ -341,10 +346,10 @@ class Trainer:
         self.optimizer = build_optimizer(recipe, self.model, seed=info.seed)
 
     def _load_state(self, epoch: int, state: dict[str, Any]) -> str | None:
-        """Takes the state of a checkpoint; returns what is wrong with it, if anything is."""
+        """Loads the state of a checkpoint; returns the problem if it does not fit."""
         seconds = state.get("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
-            return f"it has {seconds!r:.80} for the seconds that the training took"
+            return f"its seconds are {seconds!r:.80}, not a finite number"
         try:
             load_state_(self.model, self.optimizer, self.device, state=state.get("training"))
         except ValueError as error:
@@ -359,11 +364,11 @@ class Trainer:
 
 
 class _Epochs:
-    """The epochs of a training: steps, learning rate, losses, tests.
+    """Runs the epochs of a training: steps, learning rate, losses, tests.
 
     Args:
         trainer: Training with the state to continue from.
-        recipe: Recipe with the number of epochs and the schedule; early stopping counts rounds.
+        recipe: Recipe with the number of epochs and the schedule; with early stopping, of rounds.
         data: Dataset to train and test on.
         make_step: Function that makes the `Step`.
         progress: Function that is called after every epoch, and now and then in between.
@@ -396,7 +401,7 @@ class _Epochs:
         operators = recipe.cram.operators if recipe.cram is not None else ()
         self._mask_change = MaskChange(trained_weights(recipe, trainer.model), operators)
         self._progress = progress or (lambda *_: None)
-        self._reported = -math.inf  # when progress was called last
+        self._reported = -math.inf  # time of the last call of progress
 
     def run(self, epoch: int, *, test: bool) -> EpochRecord:
         """Trains for one epoch.
@@ -447,7 +452,7 @@ class _Epochs:
         )
 
     def report(self, done: float, record: EpochRecord | None = None) -> None:
-        """Calls progress; within an epoch only now and then."""
+        """Calls progress; within an epoch at most every `OFTEN` seconds."""
         now = time.perf_counter()
         if record is not None or done == 0 or now - self._reported >= OFTEN:
             self._progress(done, self._recipe.train.epochs, record)
@@ -506,12 +511,12 @@ class _ToTheEnd:
         self._last: EpochRecord | None = None
 
     def begin(self, trainer: Trainer) -> tuple[Recipe, Any]:
-        """Returns the recipe to take epochs by, and the dataset."""
+        """Returns the recipe and the dataset of the epochs."""
         self._epochs = trainer.recipe.train.epochs
         return trainer.recipe, trainer.data
 
     def is_over(self, done: int) -> bool:
-        """Whether the training ends after so many epochs."""
+        """Whether the training is over after `done` epochs."""
         return done >= self._epochs
 
     def tests_after(self, epoch: int) -> bool:
@@ -523,11 +528,11 @@ class _ToTheEnd:
         return epoch == self._epochs or epoch % self._checkpoint_interval == 0
 
     def note(self, record: EpochRecord) -> None:
-        """Takes note of an epoch, before its checkpoint."""
+        """Records an epoch, before its checkpoint is written."""
         self._last = record
 
     def note_checkpoint(self) -> None:
-        """Takes note that the checkpoint is written."""
+        """Does what has to follow a checkpoint."""
 
     def finish(self, epochs: _Epochs) -> Score:
         """Returns the score of the model."""
@@ -537,15 +542,15 @@ class _ToTheEnd:
         return Score(last.accuracy, last.metric, last.others)
 
     def clean_up(self) -> None:
-        """Removes what was needed only until the training was finished."""
+        """Removes files that only an unfinished training needs."""
 
 
 class _EarlyStopping(_ToTheEnd):
     """Trains in rounds, parts of an epoch with a test after each; the best model counts.
 
-    The log has a record per round, with the metric on the held-out part of the training split;
-    `run.json` has that of the best model on the test split. The log says which round was best and
-    whether the training is over: an interrupted one continues as if it had not been.
+    The log has one record per round, with the metric on the held-out part of the training split;
+    `run.json` has the metric of the best model on the test split. The best round and the end of
+    the training follow from the log, so that an interrupted training continues exactly.
     """
 
     def __init__(self) -> None:
@@ -555,13 +560,13 @@ class _EarlyStopping(_ToTheEnd):
         """Returns the recipe in rounds instead of epochs, and the dataset with a held-out part."""
         recipe, stop = trainer.recipe, trainer.recipe.train.early_stopping
         if stop is None:
-            raise ValueError(f"{recipe.name}: there is no train.early_stopping")
+            raise ValueError(f"{recipe.name} has no train.early_stopping")
         task = recipe.build_task()
         try:
-            held = task.hold_out(task.divide_epochs(trainer.data, 1), stop.held_out)
+            divided = task.hold_out(task.divide_epochs(trainer.data, 1), stop.held_out)
         except ValueError as error:
             raise ValueError(f"{recipe.name}: {error}") from None
-        batches = max(1, len(held.train) // recipe.train.batch_size)
+        batches = max(1, len(divided.train) // recipe.train.batch_size)
         tests = min(stop.tests, batches)
         plan = _in_rounds(recipe, tests)
         self._trainer, self._patience = trainer, stop.patience
@@ -569,14 +574,14 @@ class _EarlyStopping(_ToTheEnd):
         self._values = trainer.ranks.broadcast_from_rank0(
             lambda: held_out_values(trainer.folder, trainer.done)
         )
-        return plan, task.divide_epochs(held, tests)
+        return plan, task.divide_epochs(divided, tests)
 
     def is_over(self, done: int) -> bool:
-        """Whether all rounds are done, or so many brought nothing better."""
+        """Whether all rounds are done, or `patience` rounds brought no improvement."""
         return done >= self._epochs or done - _best(self._values) >= self._patience
 
     def note(self, record: EpochRecord) -> None:
-        """Keeps the model if it is the best so far."""
+        """Saves the model if it is the best so far."""
         super().note(record)
         if record.accuracy is None:
             raise ValueError(f"round {record.epoch} was not tested")
@@ -586,9 +591,9 @@ class _EarlyStopping(_ToTheEnd):
             save_model(trainer.model, trainer.folder / BEST.format(record.epoch))
 
     def note_checkpoint(self) -> None:
-        """Removes models that are not the best any more."""
+        """Removes saved models that are no longer the best."""
         if self._trainer.ranks.is_first:
-            # that of the checkpoint before stays: it may have to be gone back to
+            # the best one at the checkpoint before stays: training may resume from there
             kept = {_best(self._values), _best(self._values[:-1])}
             _remove_all_but(self._trainer.folder, kept)
 
@@ -598,26 +603,26 @@ class _EarlyStopping(_ToTheEnd):
         path = trainer.folder / BEST.format(_best(self._values))
         if trainer.ranks.is_first:
             load_model_(trainer.model, path)
-        if trainer.ranks.world_size > 1:  # the others need not see the same disk
+        if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
             state = trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(trainer.model))
             trainer.model.load_state_dict(state)
         return score_on_test(trainer.model, trainer.recipe, trainer.data, device=trainer.device)
 
     def clean_up(self) -> None:
-        """Removes the best model, which is the model of the run now."""
+        """Removes the copy of the best model, which is the model of the run now."""
         if self._trainer.ranks.is_first:
             _remove_all_but(self._trainer.folder, set())
 
 
 def held_out_values(folder: Path, rounds: int | None = None) -> list[float]:
-    """Returns the metric on the held-out part after each round that a log has.
+    """Returns the metric on the held-out part after each round in the log of a run.
 
     Args:
         folder: Folder of the run.
-        rounds: Number of rounds that there must be, later ones not counting; None for all.
+        rounds: Number of rounds to return, which must be in the log; None returns all.
 
     Raises:
-        ValueError: If there are fewer.
+        ValueError: If the log has fewer rounds.
     """
     values = {record.epoch: record.accuracy for record in read_log(folder)}
     count = max(values, default=0) if rounds is None else rounds
@@ -628,24 +633,24 @@ def held_out_values(folder: Path, rounds: int | None = None) -> list[float]:
 
 
 def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module:
-    """Returns a copy of the model to learn from, which nothing changes."""
+    """Returns a copy of the teacher on `device`, in eval mode and without gradients."""
     if start is None or start.teacher is None:
         raise ValueError(
-            f"{recipe.name}: train.distillation takes a dense model to learn from, which only "
+            f"{recipe.name}: train.distillation needs a dense model as the teacher, which only "
             "fine-tuning has; allowed here: null"
         )
     return to_device(copy.deepcopy(start.teacher), device).eval().requires_grad_(False)
 
 
 def _open(
-    folder: Path, recipe: Recipe, asked: RunInfo, held: ExitStack, ranks: Ranks
+    folder: Path, recipe: Recipe, requested: RunInfo, stack: ExitStack, ranks: Ranks
 ) -> tuple[RunInfo, bool]:
-    """Locks and opens the folder; returns what it says of the run, and whether that is finished.
+    """Locks and opens the folder; returns the description of its run, and whether it is finished.
 
-    Where several processes began anew, what is left of the ones before may still hold the lock.
+    After a restart of several processes, workers of the earlier ones may still hold the lock.
     """
-    held.enter_context(locked(folder, patience=0 if ranks.world_size == 1 else PATIENCE))
-    info = open_run(folder, recipe, asked)
+    stack.enter_context(locked(folder, patience=0 if ranks.world_size == 1 else PATIENCE))
+    info = open_run(folder, recipe, requested)
     return info, info.finished is not None and (folder / MODEL).exists()
 
 
@@ -655,7 +660,7 @@ def _best(values: list[float]) -> int:
 
 
 def _in_rounds(recipe: Recipe, tests: int) -> Recipe:
-    """Returns the recipe with rounds, so many in an epoch, in place of epochs."""
+    """Returns a recipe whose epochs are rounds, `tests` of them for every epoch."""
     warmup = recipe.schedule.warmup_epochs
     return replace(
         recipe,

@@ -23,7 +23,7 @@ from torchcram.experiments.data.images.datasets import (
     pixels,
     resized,
 )
-from torchcram.experiments.io.files import remove_leftovers, taking_turns
+from torchcram.experiments.io.files import one_process_at_a_time, remove_leftovers
 from torchcram.files import let_read, written_aside
 
 FORMAT = "torchcram images 1"
@@ -204,7 +204,7 @@ def packed(
             except PackedError as error:
                 warnings.warn(f"{error}; it is made anew", stacklevel=3)
     path = places[0] if writable(source.folder) else places[1]
-    with taking_turns(path.parent):
+    with one_process_at_a_time(path.parent):
         with suppress(PackedError):
             return read(path)  # another process made it meanwhile
         if report is not None:

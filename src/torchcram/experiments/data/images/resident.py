@@ -63,10 +63,14 @@ NO_LABEL = -100  # what cross_entropy ignores
 class ResidentBatches:
     """Batches of normalised, augmented images, put together on the device.
 
+    They can be read in a CUDA graph, see `CapturableBatches`; all have one shape.
+
     All that is random in an epoch is drawn ahead by `start_epoch` and lies in tensors that stay
     where they are, so that a CUDA graph with `batch` in it serves every epoch. The draws depend on
     the seed and the epoch only; the values are the same, bit for bit, on every device.
     """
+
+    has_one_shape = True
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class ResidentBatches:
         self._first = torch.empty(shape, dtype=torch.int64, device=device)
         self._direction = torch.empty_like(self._first)
         self._labels = torch.empty_like(self._first)
+        self._next = torch.zeros((), dtype=torch.int64, device=device)  # number of the next batch
         self.start_epoch(0)
 
     def __len__(self) -> int:
@@ -150,6 +155,21 @@ class ResidentBatches:
             (self._labels, labels),
         ):
             kept.copy_(drawn.view(self._steps, -1)[:, self._places])
+        self._next.zero_()
+
+    def stage_each_shape(self) -> Iterator[int]:
+        """Stages a batch for the only graph, whose key is 0."""
+        yield 0
+
+    def stage_next(self) -> int:
+        """Returns the key of the graph; it counts the batches on the device by itself."""
+        return 0
+
+    def staged_batch(self, key: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Returns the next training batch and counts it, on the device alone."""
+        batch = self.batch(self._next)
+        self._next.add_(1).remainder_(self._steps)
+        return batch
 
     def batch(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Returns images, (b, channels, h, w) in channels_last, and labels of one batch.

@@ -25,7 +25,11 @@ class TextBatches:
 
     Where `Texts.parts` says so, an epoch here is only a part of one: of four, epoch 5 is the second
     quarter of epoch 1. All have as many batches; a few may be left over.
+
+    Training batches can be read in CUDA graphs, see `CapturableBatches`: a graph per length.
     """
+
+    has_one_shape = False
 
     def __init__(
         self,
@@ -67,7 +71,10 @@ class TextBatches:
         self._counts, self._labels = self._lengths.to(device), texts.labels.to(device)
         self._places: list[Tensor] = []
         self.lengths: list[int] = []  # of the batches of the epoch
+        self._next = 0  # number of the next batch
         self.start_epoch(0)
+        # where every graph reads which sequences are in its batch
+        self._staged = torch.empty_like(self._places[0]) if train else torch.empty(0)
 
     def __len__(self) -> int:
         """Returns the batches of an epoch."""
@@ -76,6 +83,7 @@ class TextBatches:
     def start_epoch(self, epoch: int) -> None:
         """Draws the order of the epoch and copies it to the device."""
         device = self._tokens.device
+        self._next = 0
         if self.train:
             epoch, section = divmod(epoch, self._parts)
             batches = self._drawn(seeded(self._seed, epoch))
@@ -101,6 +109,22 @@ class TextBatches:
     def places(self, number: int) -> Tensor:
         """Returns which sequences are in a batch, on the device."""
         return self._places[number]
+
+    def stage_each_shape(self) -> Iterator[int]:
+        """Stages a training batch of every length in turn, the longest first; yields the length."""
+        for length, places in sorted(self.of_every_length().items(), reverse=True):
+            self._staged.copy_(places)
+            yield length
+
+    def stage_next(self) -> int:
+        """Stages the next training batch; returns its length."""
+        self._staged.copy_(self._places[self._next])
+        self._next += 1
+        return self.lengths[self._next - 1]
+
+    def staged_batch(self, key: int) -> tuple[Tensor, Tensor]:
+        """Returns the staged batch, padded to the length `key`; runs on the device alone."""
+        return self.at(self._staged, key)
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Returns (b, 2, t) tokens and their kinds as int32, 0 at padding, and the labels.

@@ -20,7 +20,7 @@ from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.glue import read_tsv
 from torchcram.experiments.data.text.squad import read_squad
 from torchcram.experiments.data.text.tokens import tokenise_questions, tokenise_sentences
-from torchcram.experiments.io.files import remove_leftovers, taking_turns
+from torchcram.experiments.io.files import one_process_at_a_time, remove_leftovers
 from torchcram.files import let_read, written_aside
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _cached(location: files.Location, key: CacheKey, tokenizer: Any, report: Rep
             except PackedError as error:
                 warnings.warn(f"{error}; it is made anew", stacklevel=3)
     path = places[0] if writable(location.folder) else places[1]
-    with taking_turns(path.parent):
+    with one_process_at_a_time(path.parent):
         with suppress(PackedError):
             # another process made it meanwhile
             return _told(read_tokens(path, key), report)
