@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-FORMAT = "torchcram tokens 2"
+FORMAT = "torchcram tokens 3"
 KEY = "torchcram"  # of the file's metadata
 TENSORS = ("tokens", "kinds", "ends", "labels", "examples", "offsets")
 SPLITS = ("train", "test")
