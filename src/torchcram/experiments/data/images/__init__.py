@@ -9,7 +9,7 @@ from torchcram.experiments.data.images.datasets import (
     hold_out,
 )
 from torchcram.experiments.data.images.loading import dataset_names, load_data
-from torchcram.experiments.data.images.packed import PackedError, pack, read_packed, write_packed
+from torchcram.experiments.data.images.packed import pack, read_packed, write_packed
 from torchcram.experiments.data.images.resident import AUGMENTS, NO_LABEL, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
 from torchcram.experiments.ranks import WHOLE, Shard
@@ -20,7 +20,6 @@ __all__ = [
     "WHOLE",
     "DataSet",
     "Images",
-    "PackedError",
     "PictureSet",
     "Pictures",
     "ResidentBatches",
