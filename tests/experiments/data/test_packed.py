@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 
 from torchcram.experiments.data.images import (
     DataSet,
+    EncodedDataset,
+    EncodedImages,
     Images,
-    Pictures,
-    PictureSet,
     pack,
     read_packed,
     write_packed,
 )
-from torchcram.experiments.data.images.datasets import Member
+from torchcram.experiments.data.images.datasets import ArchiveMember
 from torchcram.experiments.io.cache import CacheError
 
 
@@ -142,13 +142,15 @@ def test_a_failed_write_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
 
 
 def pictures(*contents):
-    members = tuple(Member(f"a.tar.xz: {number}.jpg", c) for number, c in enumerate(contents))
-    return Pictures(members, torch.zeros(len(members), dtype=torch.int64))
+    members = tuple(
+        ArchiveMember(f"a.tar.xz: {number}.jpg", c) for number, c in enumerate(contents)
+    )
+    return EncodedImages(members, torch.zeros(len(members), dtype=torch.int64))
 
 
 def packed(*contents, image_size=None):
     split = pictures(*contents)
-    return pack(PictureSet("pets", split, split, ("cat",)), image_size)
+    return pack(EncodedDataset("pets", split, split, ("cat",)), image_size)
 
 
 def test_images_are_decoded_as_pillow_does_at_any_number():

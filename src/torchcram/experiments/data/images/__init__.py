@@ -3,9 +3,9 @@
 from torchcram.experiments.data.images.batches import calibration_batches, make_batches
 from torchcram.experiments.data.images.datasets import (
     DataSet,
+    EncodedDataset,
+    EncodedImages,
     Images,
-    Pictures,
-    PictureSet,
     hold_out,
 )
 from torchcram.experiments.data.images.loading import dataset_names, load_data
@@ -19,9 +19,9 @@ __all__ = [
     "NO_LABEL",
     "WHOLE",
     "DataSet",
+    "EncodedDataset",
+    "EncodedImages",
     "Images",
-    "PictureSet",
-    "Pictures",
     "ResidentBatches",
     "Shard",
     "StreamBatches",

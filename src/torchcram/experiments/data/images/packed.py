@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchcram.experiments.data.images.datasets import (
     DataSet,
+    EncodedDataset,
+    EncodedImage,
     Images,
-    Picture,
-    PictureSet,
     decode,
     pixels,
     resized,
@@ -32,7 +32,7 @@ def packed_name(name: str, image_size: int | None) -> str:
     return f"{name}.{image_size or 'native'}.packed.safetensors"
 
 
-def pack(data: PictureSet, image_size: int | None = None) -> DataSet:
+def pack(data: EncodedDataset, image_size: int | None = None) -> DataSet:
     """Decodes all images into memory.
 
     Args:
@@ -40,36 +40,39 @@ def pack(data: PictureSet, image_size: int | None = None) -> DataSet:
         image_size: images are scaled to this at their short side and cut at the centre; None:
             they are as they are, and of one size.
     """
-    first = data.train.pictures[0]
+    first = data.train.images[0]
     wide, high = (image_size, image_size) if image_size else decode(first).size
     train, test = (
-        Images(_decoded(split.pictures, (high, wide), first, image_size), split.labels)
+        Images(_decoded(split.images, (high, wide), first, image_size), split.labels)
         for split in (data.train, data.test)
     )
     return DataSet(data.name, train, test, data.classes)
 
 
 def _decoded(
-    pictures: Sequence[Picture], size: tuple[int, int], first: Picture, image_size: int | None
+    images: Sequence[EncodedImage],
+    size: tuple[int, int],
+    first: EncodedImage,
+    image_size: int | None,
 ) -> Tensor:
     high, wide = size
-    out = torch.empty((len(pictures), high, wide, 3), dtype=torch.uint8)
+    out = torch.empty((len(images), high, wide, 3), dtype=torch.uint8)
 
     def work(start: int) -> None:
-        for place in range(start, min(start + CHUNK, len(pictures))):
-            image = decode(pictures[place])
+        for place in range(start, min(start + CHUNK, len(images))):
+            image = decode(images[place])
             if image_size:
                 image = resized(image, image_size)
             if image.size != (wide, high):
                 raise ValueError(
-                    f"{pictures[place].name} is {image.width}x{image.height}, but {first.name} "
+                    f"{images[place].name} is {image.width}x{image.height}, but {first.name} "
                     f"is {wide}x{high}: images of several sizes need image_size"
                 )
             out[place] = pixels(image)
 
     small = not image_size and wide * high < SMALL
     with ThreadPoolExecutor(1 if small else os.cpu_count()) as pool:
-        for _ in pool.map(work, range(0, len(pictures), CHUNK)):
+        for _ in pool.map(work, range(0, len(images), CHUNK)):
             pass  # raises what was raised
     return out
 
@@ -143,7 +146,7 @@ class Source:
 
     folder: Path
     fingerprint: Callable[[], str]
-    read: Callable[[], PictureSet]
+    read: Callable[[], EncodedDataset]
     streams: bool = True
 
 
