@@ -16,7 +16,6 @@ from commands import SGD, command, fail
         (["list", "colours"], "colours"),
         (["list", "recipes", "cifar10", "resnet20"], "unexpected extra argument"),
         (["report"], "Missing argument 'RUN"),
-        (["models", "export"], "Missing argument"),
     ],
 )
 def test_what_cannot_be_parsed(arguments, said):
@@ -30,13 +29,11 @@ def test_what_cannot_be_parsed(arguments, said):
 
 def test_the_line_says_where_the_help_is():
     assert command("compress").stderr.endswith("; see torchcram compress --help\n")
-    assert command("models", "export").stderr.endswith("; see torchcram models export --help\n")
     assert command("nothing").stderr.endswith("; see torchcram --help\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["models"]])
-def test_without_a_command_there_is_the_help(arguments):
-    done = command(*arguments)
+def test_without_a_command_there_is_the_help():
+    done = command()
     assert "Usage: torchcram" in done.output
     assert "error" not in done.output
 
@@ -62,7 +59,6 @@ def test_without_a_command_there_is_the_help(arguments):
         (["sweep", SGD, "--grid", "optimizer.lr=0.1", "--score", "best"], "cannot read 'best'"),
         (["results", "--write", "--check"], "exclude each other"),
         (["results", "README.md"], "FILE needs --write or --check"),
-        (["models", "export", "bert", "out"], "model 'bert': allowed is minilm-l6"),
     ],
 )
 def test_what_is_not_allowed(arguments, said, run):

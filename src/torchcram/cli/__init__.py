@@ -3,7 +3,7 @@
 from torchcram.cli.app import app
 
 # imported in the order that the help lists the commands in
-from torchcram.cli import listing, models, train, compress, export, bench  # isort: skip
+from torchcram.cli import listing, train, compress, export, bench  # isort: skip
 from torchcram.cli import derive, sweep, report, demo  # isort: skip
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "derive",
     "export",
     "listing",
-    "models",
     "report",
     "sweep",
     "train",

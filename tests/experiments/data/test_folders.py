@@ -36,7 +36,7 @@ def test_a_folder_is_read_as_torchvision_reads_it(tmp_path):
     assert (found.name, found.classes) == ("pets", ("9", "Cat", "dog"))
     for split, ours in (("train", found.train), ("test", found.test)):
         theirs = datasets.ImageFolder(root / split)
-        assert [picture.name for picture in ours.pictures] == [path for path, _ in theirs.samples]
+        assert [picture.name for picture in ours.images] == [path for path, _ in theirs.samples]
         assert ours.labels.tolist() == theirs.targets
 
 
@@ -77,9 +77,9 @@ def test_the_set_is_found_by_its_folder_or_the_one_above(tmp_path, monkeypatch):
 
 def test_test_comes_before_val(tmp_path):
     root = tree(tmp_path, splits=("train", "val", "test"))
-    assert all("/test/" in picture.name for picture in read_folder(root).test.pictures)
+    assert all("/test/" in picture.name for picture in read_folder(root).test.images)
     found = read_archives("pets", [archive(root, tmp_path / "pets.tar.xz")])
-    assert all("/test/" in picture.name for picture in found.test.pictures)
+    assert all("/test/" in picture.name for picture in found.test.images)
 
 
 def test_other_files_are_passed_over(tmp_path):
@@ -251,6 +251,6 @@ def test_fingerprints_change_with_files_of_the_same_size(tmp_path):
 def test_image_bytes_survive_the_archive(tmp_path):
     root = tree(tmp_path)
     found = read_archives("pets", [archive(root, tmp_path / "pets.tar.xz")])
-    expected = [picture.open().tobytes() for picture in read_folder(root).train.pictures]
-    assert [picture.open().tobytes() for picture in found.train.pictures] == expected
-    assert isinstance(found.train.pictures[0].open().fp, io.BytesIO)
+    expected = [picture.open().tobytes() for picture in read_folder(root).train.images]
+    assert [picture.open().tobytes() for picture in found.train.images] == expected
+    assert isinstance(found.train.images[0].open().fp, io.BytesIO)

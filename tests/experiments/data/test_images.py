@@ -3,8 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram.experiments.data.images import DataSet, Images, Pictures, PictureSet, hold_out
-from torchcram.experiments.data.images.datasets import File
+from torchcram.experiments.data.images import (
+    DataSet,
+    EncodedDataset,
+    EncodedImages,
+    Images,
+    hold_out,
+)
+from torchcram.experiments.data.images.datasets import ImageFile
 
 
 def some(count, classes=2, size=4, channels=3):
@@ -95,13 +101,15 @@ def test_the_seed_decides_what_is_held_out():
 
 
 def test_pictures_can_be_held_out_too():
-    pictures = Pictures(tuple(File(f"{number}.jpg") for number in range(10)), torch.arange(10) % 2)
-    held = hold_out(PictureSet("files", pictures, pictures, ("cat", "dog")), 0.2)
+    pictures = EncodedImages(
+        tuple(ImageFile(f"{number}.jpg") for number in range(10)), torch.arange(10) % 2
+    )
+    held = hold_out(EncodedDataset("files", pictures, pictures, ("cat", "dog")), 0.2)
     assert (len(held.train), len(held.test)) == (8, 2)
     for split in (held.train, held.test):
-        for picture, label in zip(split.pictures, split.labels.tolist(), strict=True):
+        for picture, label in zip(split.images, split.labels.tolist(), strict=True):
             assert int(picture.name.removesuffix(".jpg")) % 2 == label
-    names = {picture.name for split in (held.train, held.test) for picture in split.pictures}
+    names = {picture.name for split in (held.train, held.test) for picture in split.images}
     assert len(names) == 10
 
 

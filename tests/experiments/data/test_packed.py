@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 
 from torchcram.experiments.data.images import (
     DataSet,
+    EncodedDataset,
+    EncodedImages,
     Images,
-    PackedError,
-    Pictures,
-    PictureSet,
     pack,
     read_packed,
     write_packed,
 )
-from torchcram.experiments.data.images.datasets import Member
+from torchcram.experiments.data.images.datasets import ArchiveMember
+from torchcram.experiments.io.cache import CacheError
 
 
 def some(count, height=4, width=5, channels=3):
@@ -75,7 +75,7 @@ def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path):
     content = path.read_bytes()
     for length in [*range(0, len(content), 7), len(content) - 1]:
         path.write_bytes(content[:length])
-        with pytest.raises(PackedError, match=r"pets.safetensors is not the packed data set"):
+        with pytest.raises(CacheError, match=r"pets.safetensors is not the packed data set"):
             read_packed(path, name="pets", image_size=None)
 
 
@@ -84,7 +84,7 @@ def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path):
 def test_other_bytes_are_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("packed") / "pets.safetensors"
     path.write_bytes(content)
-    with pytest.raises(PackedError, match=r"pets.safetensors"):
+    with pytest.raises(CacheError, match=r"pets.safetensors"):
         read_packed(path, name="pets", image_size=None)
 
 
@@ -102,7 +102,7 @@ def test_other_bytes_are_refused(tmp_path_factory, content):
 def test_other_safetensors_files_are_refused(tmp_path, metadata):
     path = tmp_path / "pets.safetensors"
     save_file({"train.images": torch.zeros(2)}, path, metadata)
-    with pytest.raises(PackedError, match="is not the packed data set 'pets'"):
+    with pytest.raises(CacheError, match="is not the packed data set 'pets'"):
         read_packed(path, name="pets", image_size=None)
 
 
@@ -116,12 +116,12 @@ def test_other_safetensors_files_are_refused(tmp_path, metadata):
 )
 def test_another_data_set_is_refused(tmp_path, wanted, message):
     written(tmp_path / "file")
-    with pytest.raises(PackedError, match=message):
+    with pytest.raises(CacheError, match=message):
         read_packed(tmp_path / "file", **({"name": "pets", "image_size": None} | wanted))
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(PackedError, match="nowhere"):
+    with pytest.raises(CacheError, match="nowhere"):
         read_packed(tmp_path / "nowhere", name="pets", image_size=None)
 
 
@@ -142,13 +142,15 @@ def test_a_failed_write_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
 
 
 def pictures(*contents):
-    members = tuple(Member(f"a.tar.xz: {number}.jpg", c) for number, c in enumerate(contents))
-    return Pictures(members, torch.zeros(len(members), dtype=torch.int64))
+    members = tuple(
+        ArchiveMember(f"a.tar.xz: {number}.jpg", c) for number, c in enumerate(contents)
+    )
+    return EncodedImages(members, torch.zeros(len(members), dtype=torch.int64))
 
 
 def packed(*contents, image_size=None):
     split = pictures(*contents)
-    return pack(PictureSet("pets", split, split, ("cat",)), image_size)
+    return pack(EncodedDataset("pets", split, split, ("cat",)), image_size)
 
 
 def test_images_are_decoded_as_pillow_does_at_any_number():

@@ -3,13 +3,13 @@ import torch
 from PIL import Image
 
 from torchcram.experiments.data.images import (
+    EncodedImages,
     Images,
-    Pictures,
     ResidentBatches,
     Shard,
     StreamBatches,
 )
-from torchcram.experiments.data.images.datasets import File
+from torchcram.experiments.data.images.datasets import ImageFile
 
 COUNT, BATCH = 23, 7
 
@@ -35,12 +35,12 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     for number in range(COUNT):
         Image.new("RGB", (9, 9), (number * 10, 5, 99)).save(folder / f"{number}.png")
-    return [File(str(folder / f"{number}.png")) for number in range(COUNT)]
+    return [ImageFile(str(folder / f"{number}.png")) for number in range(COUNT)]
 
 
 def streamed(files, train, part):
     return StreamBatches(
-        Pictures(files, torch.arange(COUNT)),
+        EncodedImages(files, torch.arange(COUNT)),
         batch_size=BATCH,
         augment="resized-crop-flip",
         image_size=8,

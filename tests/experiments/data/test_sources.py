@@ -8,7 +8,7 @@ from image_trees import Choice, archive, encoded, image, tree
 
 from torchcram.experiments.data.images import (
     DataSet,
-    PictureSet,
+    EncodedDataset,
     ResidentBatches,
     dataset_names,
     load_data,
@@ -183,7 +183,7 @@ def test_streamed_files_are_not_packed(folder, monkeypatch):
     tree(folder)
     monkeypatch.setattr("torchcram.experiments.data.images.packed.pack", None)
     data = load_data(Choice("pets", "resized-crop-flip", 8), folder)
-    assert isinstance(data, PictureSet)
+    assert isinstance(data, EncodedDataset)
     assert (len(data.train), len(data.test), data.classes) == (6, 6, ("cat", "dog"))
     with pytest.raises(ValueError, match="'resized-crop-flip' needs image_size"):
         load_data(Choice("pets", "resized-crop-flip"), folder)

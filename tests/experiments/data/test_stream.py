@@ -3,7 +3,7 @@ import torch
 from image_trees import tree
 
 from torchcram.experiments.data.images import StreamBatches
-from torchcram.experiments.data.images.datasets import IMAGENET_MEAN, IMAGENET_STD, Pictures
+from torchcram.experiments.data.images.datasets import IMAGENET_MEAN, IMAGENET_STD, EncodedImages
 from torchcram.experiments.data.images.folders import read_folder
 
 pytest.importorskip("torchvision")
@@ -68,7 +68,7 @@ def test_the_global_generator_is_left_alone(files):
 
 def test_images_keep_their_labels_and_are_augmented(files):
     """One image in all places: its crops differ, since each has random numbers of its own."""
-    one = Pictures(files.train.pictures[:1] * 8, torch.arange(8))
+    one = EncodedImages(files.train.images[:1] * 8, torch.arange(8))
     images, labels = all_of(batches(one, batch_size=8))
     assert sorted(labels.tolist()) == list(range(8))
     assert labels.tolist() != list(range(8))
@@ -85,13 +85,13 @@ def test_a_test_is_in_order_complete_and_cut_at_the_centre(files):
     from torchvision.transforms import v2
 
     whole = v2.Compose([v2.Resize(16), v2.CenterCrop(14), v2.PILToTensor()])
-    expected = whole(files.test.pictures[0].open().convert("RGB")).float() / 255
+    expected = whole(files.test.images[0].open().convert("RGB")).float() / 255
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
     assert torch.allclose(images[0], (expected - mean) / std, atol=1e-5)
 
 
 def test_training_without_augmentation_shows_the_centres(files):
-    numbered = Pictures(files.test.pictures, torch.arange(10))
+    numbered = EncodedImages(files.test.images, torch.arange(10))
     plain, order = all_of(batches(numbered, augment="none", batch_size=10))
     assert order.tolist() != list(range(10))
     assert torch.equal(plain, all_of(batches(numbered, train=False))[0][order])

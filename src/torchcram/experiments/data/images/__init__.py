@@ -3,13 +3,13 @@
 from torchcram.experiments.data.images.batches import calibration_batches, make_batches
 from torchcram.experiments.data.images.datasets import (
     DataSet,
+    EncodedDataset,
+    EncodedImages,
     Images,
-    Pictures,
-    PictureSet,
     hold_out,
 )
 from torchcram.experiments.data.images.loading import dataset_names, load_data
-from torchcram.experiments.data.images.packed import PackedError, pack, read_packed, write_packed
+from torchcram.experiments.data.images.packed import pack, read_packed, write_packed
 from torchcram.experiments.data.images.resident import AUGMENTS, NO_LABEL, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
 from torchcram.experiments.ranks import WHOLE, Shard
@@ -19,10 +19,9 @@ __all__ = [
     "NO_LABEL",
     "WHOLE",
     "DataSet",
+    "EncodedDataset",
+    "EncodedImages",
     "Images",
-    "PackedError",
-    "PictureSet",
-    "Pictures",
     "ResidentBatches",
     "Shard",
     "StreamBatches",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchcram.experiments.data.images.datasets import DataSet, PictureSet
+from torchcram.experiments.data.images.datasets import DataSet, EncodedDataset
 from torchcram.experiments.data.images.resident import STREAMED, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
 from torchcram.experiments.ranks import WHOLE, Shard
@@ -16,7 +16,7 @@ from torchcram.experiments.seeds import mixed, seeded
 
 
 def make_batches(
-    data: DataSet | PictureSet,
+    data: DataSet | EncodedDataset,
     *,
     train: bool,
     batch_size: int,
@@ -70,7 +70,7 @@ def make_batches(
 
 
 def calibration_batches(
-    data: DataSet | PictureSet,
+    data: DataSet | EncodedDataset,
     samples: int,
     batch_size: int,
     *,
@@ -99,7 +99,7 @@ def calibration_batches(
         raise ValueError(f"{samples} samples in batches of {batch_size}: both are at least 1")
     order = torch.randperm(len(data.train), generator=seeded(seed, "calibration"))[:samples]
     steps = -(-len(order) // batch_size)
-    chosen: DataSet | PictureSet = replace(data, train=data.train.take(order))  # type: ignore[arg-type]
+    chosen: DataSet | EncodedDataset = replace(data, train=data.train.take(order))  # type: ignore[arg-type]
     return make_batches(
         chosen,
         train=True,

@@ -20,7 +20,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class Picture(Protocol):
+class EncodedImage(Protocol):
     """An encoded image."""
 
     @property
@@ -32,7 +32,7 @@ class Picture(Protocol):
 
 
 @dataclass(frozen=True)
-class File:
+class ImageFile:
     """An image file."""
 
     name: str
@@ -45,7 +45,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """An image file inside an archive, its bytes read already."""
 
     name: str
@@ -59,7 +59,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Item:
+class TorchvisionItem:
     """An item of a data set of torchvision."""
 
     name: str
@@ -73,23 +73,23 @@ class Item:
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
+class EncodedImages:
     """One split: encoded images and their labels, int64, (n,)."""
 
-    pictures: Sequence[Picture]
+    images: Sequence[EncodedImage]
     labels: Tensor
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
-    def take(self, index: Tensor) -> Pictures:
+    def take(self, index: Tensor) -> EncodedImages:
         """Returns the images at the places `index`, in that order."""
-        chosen = tuple(self.pictures[place] for place in index.tolist())
-        return Pictures(chosen, self.labels[index])
+        chosen = tuple(self.images[place] for place in index.tolist())
+        return EncodedImages(chosen, self.labels[index])
 
 
 @dataclass(frozen=True, eq=False)
-class PictureSet:
+class EncodedDataset:
     """A data set whose images stay encoded: too large, or of too many sizes, to be resident.
 
     Attributes:
@@ -102,8 +102,8 @@ class PictureSet:
     """
 
     name: str
-    train: Pictures
-    test: Pictures
+    train: EncodedImages
+    test: EncodedImages
     classes: tuple[str, ...]
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
@@ -114,12 +114,12 @@ class PictureSet:
         return ""
 
 
-def decode(picture: Picture) -> Image:
+def decode(image: EncodedImage) -> Image:
     """Returns the decoded image in RGB; a damaged one is an error that names it."""
     try:
-        return picture.open().convert("RGB")
+        return image.open().convert("RGB")
     except Exception as error:  # Pillow raises many kinds
-        raise ValueError(f"{picture.name} is not a readable image: {error}") from error
+        raise ValueError(f"{image.name} is not a readable image: {error}") from error
 
 
 def resized(image: Image, size: int) -> Image:
@@ -237,7 +237,7 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(means), tuple(deviations)
 
 
-Data = TypeVar("Data", DataSet, PictureSet)
+Data = TypeVar("Data", DataSet, EncodedDataset)
 
 
 def hold_out(data: Data, fraction: float = 0.1, seed: int = 0) -> Data:

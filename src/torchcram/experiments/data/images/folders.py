@@ -13,13 +13,19 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from torchcram.experiments.data.images.datasets import File, Member, Picture, Pictures, PictureSet
+from torchcram.experiments.data.images.datasets import (
+    ArchiveMember,
+    EncodedDataset,
+    EncodedImage,
+    EncodedImages,
+    ImageFile,
+)
 
 TRAIN, TESTS = "train", ("test", "val")  # the first of the tests that is there is used
 ARCHIVE = ".tar.xz"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
 
-Split = dict[str, list[Picture]]  # by class
+Split = dict[str, list[EncodedImage]]  # by class
 
 
 def find_folder(name: str, folder: Path) -> Path | None:
@@ -40,7 +46,7 @@ def find_archives(name: str, folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{ARCHIVE}") if part.fullmatch(path.name))
 
 
-def read_folder(root: Path) -> PictureSet:
+def read_folder(root: Path) -> EncodedDataset:
     """Lists the images under `root`, which are decoded when needed."""
     found: dict[str, Split] = {}
     for split in (TRAIN, *TESTS):
@@ -50,7 +56,7 @@ def read_folder(root: Path) -> PictureSet:
     return _assembled(root.absolute().name, str(root), found)
 
 
-def read_archives(name: str, archives: Sequence[Path]) -> PictureSet:
+def read_archives(name: str, archives: Sequence[Path]) -> EncodedDataset:
     """Reads the encoded images of all archives into memory; nothing is unpacked to the disk."""
     found: dict[str, Split] = {}
     seen: set[str] = set()
@@ -89,10 +95,10 @@ def _is_image(name: str) -> bool:
     return _shown(name) and name.lower().endswith(SUFFIXES)
 
 
-def _files(folder: Path) -> list[Picture]:
-    found: list[Picture] = []
+def _files(folder: Path) -> list[EncodedImage]:
+    found: list[EncodedImage] = []
     for directory, _, files in os.walk(folder, followlinks=True):
-        found += [File(str(Path(directory, file))) for file in files if _is_image(file)]
+        found += [ImageFile(str(Path(directory, file))) for file in files if _is_image(file)]
     return found
 
 
@@ -126,12 +132,12 @@ def _read_archive(name: str, archive: Path, found: dict[str, Split], seen: set[s
                     raise ValueError(f"{where} is there twice")
                 seen.add(str(PurePosixPath(member.name)))
                 split = found.setdefault(parts[1], {})
-                split.setdefault(parts[2], []).append(Member(where, content.read()))
+                split.setdefault(parts[2], []).append(ArchiveMember(where, content.read()))
         while stream.read(1 << 20):  # the checksum comes last
             pass
 
 
-def _assembled(name: str, where: str, found: Mapping[str, Split]) -> PictureSet:
+def _assembled(name: str, where: str, found: Mapping[str, Split]) -> EncodedDataset:
     """Checks what was found and numbers the classes in the order of their names."""
     test = next((split for split in TESTS if found.get(split)), None)
     if not found.get(TRAIN) or test is None:
@@ -141,8 +147,8 @@ def _assembled(name: str, where: str, found: Mapping[str, Split]) -> PictureSet:
             f"{' or '.join(f'{name}/{split}' for split in TESTS)}; with class folders are: {there}"
         )
     for split in (TRAIN, test):
-        for label, pictures in found[split].items():
-            if not pictures:
+        for label, images in found[split].items():
+            if not images:
                 raise ValueError(f"{where}: class folder {name}/{split}/{label} has no images")
     classes = tuple(sorted(found[TRAIN]))
     unknown = sorted(set(found[test]) - set(classes))
@@ -151,14 +157,16 @@ def _assembled(name: str, where: str, found: Mapping[str, Split]) -> PictureSet:
             f"{where}: {len(unknown)} classes of {name}/{test} are not in {name}/{TRAIN}: "
             f"{', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
         )
-    return PictureSet(name, _split(found[TRAIN], classes), _split(found[test], classes), classes)
+    return EncodedDataset(
+        name, _split(found[TRAIN], classes), _split(found[test], classes), classes
+    )
 
 
-def _split(found: Split, classes: tuple[str, ...]) -> Pictures:
-    pictures: list[Picture] = []
+def _split(found: Split, classes: tuple[str, ...]) -> EncodedImages:
+    images: list[EncodedImage] = []
     labels: list[int] = []
     for label, key in enumerate(classes):
         # by name, so that a folder and an archive of it are the same data set
-        pictures += sorted(found.get(key, ()), key=lambda picture: picture.name)
+        images += sorted(found.get(key, ()), key=lambda image: image.name)
         labels += [label] * len(found.get(key, ()))
-    return Pictures(tuple(pictures), torch.tensor(labels))
+    return EncodedImages(tuple(images), torch.tensor(labels))

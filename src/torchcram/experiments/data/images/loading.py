@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.data.images.datasets import DataSet, Images, PictureSet
+from torchcram.experiments.data.images.datasets import DataSet, EncodedDataset, Images
 from torchcram.experiments.data.images.digits import split_digits
 from torchcram.experiments.data.images.folders import (
     archives_fingerprint,
@@ -43,7 +43,7 @@ def load_data(
     *,
     download: bool = False,
     report: Report | None = None,
-) -> DataSet | PictureSet:
+) -> DataSet | EncodedDataset:
     """Loads a data set by its name.
 
     Images are decoded once, into one file beside the data (in the user's cache folder where that
@@ -135,7 +135,7 @@ def _missing(name: str, folder: Path) -> ValueError:
     )
 
 
-def _streamed(config: DataConfig, folder: Path, source: Source | None) -> PictureSet:
+def _streamed(config: DataConfig, folder: Path, source: Source | None) -> EncodedDataset:
     if config.image_size is None:
         raise ValueError(f"augment {STREAMED!r} needs image_size, the size of what is cut out")
     if source is None:

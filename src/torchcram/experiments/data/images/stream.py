@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torchcram.experiments.data.images.datasets import Pictures, decode
+from torchcram.experiments.data.images.datasets import EncodedImages, decode
 from torchcram.experiments.data.images.resident import STREAMED, check_augment
 from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import global_seed, mixed, seeded
@@ -29,7 +29,7 @@ class StreamBatches:
 
     def __init__(
         self,
-        pictures: Pictures,
+        images: EncodedImages,
         *,
         batch_size: int,
         augment: str,
@@ -45,7 +45,7 @@ class StreamBatches:
         """Sets up the workers, which start with the first epoch.
 
         Args:
-            pictures: of one split.
+            images: of one split.
             batch_size: a smaller data set is one batch.
             augment: "resized-crop-flip", a random part of the image at a random scale, flipped left
                 to right or not; "none", its centre. Training only.
@@ -60,19 +60,19 @@ class StreamBatches:
             shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         check_augment(augment, ("none", STREAMED))
-        if min(batch_size, image_size, len(pictures)) < 1:
+        if min(batch_size, image_size, len(images)) < 1:
             raise ValueError(
-                f"batch size {batch_size} of {len(pictures)} images of size {image_size}: "
+                f"batch size {batch_size} of {len(images)} images of size {image_size}: "
                 "all are at least 1"
             )
-        self._plan = _Plan(len(pictures), min(batch_size, len(pictures)), seed, train, shard)
+        self._plan = _Plan(len(images), min(batch_size, len(images)), seed, train, shard)
         self._device = torch.device(device)
         self._mean = _channels(mean).to(device)
         self._scale = _channels(std).reciprocal().to(device)
         if workers is None:
             workers = min(MAX_WORKERS, os.cpu_count() or 1)
         self._loader = DataLoader(
-            _Decoded(pictures, image_size, augment=train and augment == STREAMED),
+            _Decoded(images, image_size, augment=train and augment == STREAMED),
             batch_sampler=self._plan,
             num_workers=workers,
             persistent_workers=workers > 0,
@@ -120,10 +120,10 @@ class _Plan(Sampler[list[AugmentedIndex]]):
 class _Decoded(Dataset[tuple[Tensor, int]]):
     """Decodes, cuts and augments one image at a time."""
 
-    def __init__(self, pictures: Pictures, image_size: int, *, augment: bool) -> None:
+    def __init__(self, images: EncodedImages, image_size: int, *, augment: bool) -> None:
         from torchvision.transforms import v2
 
-        self._pictures, self._labels = pictures.pictures, pictures.labels
+        self._images, self._labels = images.images, images.labels
         if augment:
             cut = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
         else:
@@ -132,7 +132,7 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: AugmentedIndex) -> tuple[Tensor, int]:
         place, seed = index
-        image = decode(self._pictures[place])
+        image = decode(self._images[place])
         with global_seed(seed):  # which torchvision draws by
             return self._transform(image), int(self._labels[place])
 

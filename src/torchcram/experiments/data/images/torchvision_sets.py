@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
-from torchcram.experiments.data.images.datasets import Item, Pictures, PictureSet
+from torchcram.experiments.data.images.datasets import (
+    EncodedDataset,
+    EncodedImages,
+    TorchvisionItem,
+)
 from torchcram.experiments.seeds import seeded
 
 Arguments = Mapping[str, Any]
@@ -122,7 +126,7 @@ SETS: Mapping[str, TorchvisionSet] = {
 }
 
 
-def read_torchvision(name: str, root: Path, *, download: bool) -> PictureSet:
+def read_torchvision(name: str, root: Path, *, download: bool) -> EncodedDataset:
     """Lists the images of the data set `name` in the data folder `root`.
 
     Args:
@@ -134,17 +138,17 @@ def read_torchvision(name: str, root: Path, *, download: bool) -> PictureSet:
     train = [_open(name, root, arguments, download) for arguments in known.train]
     classes = getattr(train[0], "classes", None) or getattr(train[0], "categories", None)
     if known.test is None:
-        learnt, tested = _divided(name, _pictures(name, train[0]))
+        learnt, tested = _divided(name, _encoded_images(name, train[0]))
     else:
-        parts = [_pictures(name, dataset) for dataset in train]
-        learnt = Pictures(
-            tuple(picture for part in parts for picture in part.pictures),
+        parts = [_encoded_images(name, dataset) for dataset in train]
+        learnt = EncodedImages(
+            tuple(image for part in parts for image in part.images),
             torch.cat([part.labels for part in parts]),
         )
-        tested = _pictures(name, _open(name, root, known.test, download))
+        tested = _encoded_images(name, _open(name, root, known.test, download))
     if classes is None:  # Flowers102 of older versions names none
         classes = [str(label) for label in range(int(learnt.labels.max()) + 1)]
-    return PictureSet(name, learnt, tested, tuple(classes))
+    return EncodedDataset(name, learnt, tested, tuple(classes))
 
 
 def _open(name: str, root: Path, arguments: Arguments, download: bool) -> Any:  # noqa: ANN401
@@ -157,17 +161,17 @@ def _open(name: str, root: Path, arguments: Arguments, download: bool) -> Any:  
         raise ValueError(f"data set {name!r} cannot be read from {root}: {error}") from error
 
 
-def _pictures(name: str, dataset: Any) -> Pictures:  # noqa: ANN401
+def _encoded_images(name: str, dataset: Any) -> EncodedImages:  # noqa: ANN401
     values = getattr(dataset, SETS[name].labels)
     labels = [int(value[1] if isinstance(value, tuple) else value) for value in values]
     order: Sequence[int] = range(len(labels))
     if name == "sun397":  # torchvision lists the files as the disk has them
         order = sorted(order, key=lambda index: dataset._image_files[index].as_posix())
-    pictures = tuple(Item(f"image {index} of {name}", dataset, index) for index in order)
-    return Pictures(pictures, torch.tensor([labels[index] for index in order]))
+    images = tuple(TorchvisionItem(f"image {index} of {name}", dataset, index) for index in order)
+    return EncodedImages(images, torch.tensor([labels[index] for index in order]))
 
 
-def _divided(name: str, whole: Pictures) -> tuple[Pictures, Pictures]:
+def _divided(name: str, whole: EncodedImages) -> tuple[EncodedImages, EncodedImages]:
     """Draws the images of every class to train and to test on, the same every time."""
     generator = seeded("split", name)
     train, test = [], []

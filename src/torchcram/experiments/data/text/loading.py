@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcram.experiments.data.images.packed import PackedError, Report, cache_folder, writable
+from torchcram.experiments.data.images.packed import Report
 from torchcram.experiments.data.text import files
 from torchcram.experiments.data.text.datasets import References, Texts, TextSet
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.glue import read_tsv
 from torchcram.experiments.data.text.squad import read_squad
 from torchcram.experiments.data.text.tokens import tokenise_questions, tokenise_sentences
-from torchcram.experiments.io.files import one_process_at_a_time, remove_leftovers
-from torchcram.files import let_read, written_aside
+from torchcram.experiments.io.cache import cached, open_cache, write_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-FORMAT = "torchcram tokens 2"
-KEY = "torchcram"  # of the file's metadata
+FORMAT = "torchcram tokens 3"
 TENSORS = ("tokens", "kinds", "ends", "labels", "examples", "offsets")
 SPLITS = ("train", "test")
 
@@ -71,45 +67,37 @@ def contents(*splits: Texts) -> str:
 
 
 def write_tokens(data: TextSet, path: Path, key: CacheKey) -> None:
-    """Writes the file aside, then moves it into place: it is never there by half."""
-    from safetensors.torch import save_file
-
+    """Writes the tokens of a dataset to a file, atomically."""
     tensors: dict[str, Tensor] = {}
     for name, split in zip(SPLITS, (data.train, data.test), strict=True):
-        tensors |= {f"{name}.{field}": getattr(split, field).contiguous() for field in TENSORS}
+        tensors |= {f"{name}.{field}": getattr(split, field) for field in TENSORS}
         if split.references is not None:
             text = bytearray(_written(split.references))
             tensors[f"{name}.gold"] = torch.frombuffer(text, dtype=torch.uint8)
     described = {"format": FORMAT, **asdict(key), "contents": data.contents, "notes": data.notes}
-    with written_aside(path) as aside:
-        save_file(tensors, aside, {KEY: json.dumps(described)})
-        let_read(aside)
+    write_cache(path, tensors, described)
 
 
 def read_tokens(path: Path, key: CacheKey) -> TextSet:
-    """Reads a file; a truncated, stale or foreign one is a PackedError."""
-    from safetensors import SafetensorError, safe_open
+    """Reads a file of `write_tokens`.
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {})[KEY])
-            for field, value in {"format": FORMAT, **asdict(key)}.items():
-                if described[field] != value:
-                    raise ValueError(f"its {field} is {described[field]!r}, needed is {value!r}")
-            names = set(file.keys())
-            train, test = (
-                Texts(
-                    **{name: file.get_tensor(f"{split}.{name}") for name in TENSORS},
-                    references=_references(file.get_tensor(f"{split}.gold"))
-                    if f"{split}.gold" in names
-                    else None,
-                )
-                for split in SPLITS
+    Raises:
+        CacheError: If the file is damaged, out of date or holds something else.
+    """
+    expected = {"format": FORMAT, **asdict(key)}
+    with open_cache(path, f"the tokenised {key.name!r}", expected) as (file, description):
+        names = set(file.keys())
+        train, test = (
+            Texts(
+                **{name: file.get_tensor(f"{split}.{name}") for name in TENSORS},
+                references=_references(file.get_tensor(f"{split}.gold"))
+                if f"{split}.gold" in names
+                else None,
             )
-        notes = tuple(map(str, described["notes"]))
-        return TextSet(key.name, key.task, train, test, str(described["contents"]), notes)
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise PackedError(f"{path} is not the tokenised {key.name!r}: {error}") from error
+            for split in SPLITS
+        )
+        notes = tuple(map(str, description["notes"]))
+        return TextSet(key.name, key.task, train, test, str(description["contents"]), notes)
 
 
 def _written(references: References | None) -> bytes:
@@ -164,7 +152,21 @@ def load_text(
         tokenizer=tokenizer_digest(loaded),
         source=location.fingerprint(),
     )
-    return _cached(location, key, loaded, report or (lambda _: None))
+    report = report or (lambda _: None)
+
+    def write(path: Path) -> None:
+        report(f"tokenising {name} into {path}")
+        data = tokenise(location, key, loaded)
+        for note in data.notes:
+            report(f"{name}: {note}")
+        write_tokens(data, path, key)
+
+    data, made = cached(
+        location.folder, key.file, read=lambda path: read_tokens(path, key), write=write
+    )
+    if not made:
+        _report_losses(data, report)
+    return data
 
 
 def tokenizer_digest(tokenizer: Any) -> str:  # noqa: ANN401
@@ -175,37 +177,14 @@ def tokenizer_digest(tokenizer: Any) -> str:  # noqa: ANN401
     return hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
-def _cached(location: files.Location, key: CacheKey, tokenizer: Any, report: Report) -> TextSet:  # noqa: ANN401
-    places = [location.folder / key.file, cache_folder() / key.file]
-    for path in places:
-        if path.is_file():
-            try:
-                return _told(read_tokens(path, key), report)
-            except PackedError as error:
-                warnings.warn(f"{error}; it is made anew", stacklevel=3)
-    path = places[0] if writable(location.folder) else places[1]
-    with one_process_at_a_time(path.parent):
-        with suppress(PackedError):
-            # another process made it meanwhile
-            return _told(read_tokens(path, key), report)
-        report(f"tokenising {key.name} into {path}")
-        remove_leftovers(path.parent, key.file)
-        data = tokenise(location, key, tokenizer)
-        for note in data.notes:
-            report(f"{key.name}: {note}")
-        write_tokens(data, path, key)
-    return read_tokens(path, key)
-
-
-def _told(data: TextSet, report: Report) -> TextSet:
-    """Tells what was left out; how much there is, the first note of a split, only once."""
+def _report_losses(data: TextSet, report: Report) -> None:
+    """Reports what was left out: all notes but the first of each split, which counts sequences."""
     seen = set()
     for note in data.notes:
         split = note.split(":")[0]
         if split in seen:
             report(f"{data.name}: {note}")
         seen.add(split)
-    return data
 
 
 def tokenise(location: files.Location, key: CacheKey, tokenizer: Any) -> TextSet:  # noqa: ANN401

@@ -1,8 +1,9 @@
-"""From texts to tokens: windows on paragraphs, pairs of sentences."""
+"""Converts texts to tokens: windows on paragraphs, sentences and pairs of sentences."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torchcram.experiments.data.text.datasets import CONTEXT, References, Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torchcram.experiments.data.text.glue import Labelled
     from torchcram.experiments.data.text.squad import Questions
@@ -19,74 +20,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-
-@dataclass(frozen=True)
-class Coded:
-    """A text as tokens, and the characters, (t, 2), that they stand for."""
-
-    tokens: Array
-    offsets: Array
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What a tokenizer puts around and between two texts, or around one.
-
-    Attributes:
-        tokens: before the first text, after it (between both), after the second.
-        types: of these tokens, likewise.
-        own: the types of the tokens of the texts.
-    """
-
-    tokens: tuple[Array, ...]
-    types: tuple[Array, ...]
-    own: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tokenizer: Any, texts: int) -> Frame:  # noqa: ANN401
-        """Asks a tokenizer for what goes with one text or two."""
-        encoding = tokenizer.backend_tokenizer.encode(*["a"] * texts)
-        whose, ids, types = encoding.sequence_ids, encoding.ids, encoding.type_ids
-        edges = [0]
-        for text in range(texts):
-            edges += [whose.index(text), len(whose) - whose[::-1].index(text)]
-        between = [slice(*pair) for pair in zip(edges[::2], [*edges[1::2], len(ids)], strict=True)]
-        return cls(
-            tuple(np.array(ids[one], dtype=np.int32) for one in between),
-            tuple(np.array(types[one], dtype=np.uint8) for one in between),
-            tuple(int(types[whose.index(text)]) for text in range(texts)),
-        )
-
-    @property
-    def count(self) -> int:
-        """How many tokens it adds."""
-        return sum(map(len, self.tokens))
-
-    def around(self, *texts: Array) -> tuple[Array, Array]:
-        """Returns the tokens with the texts in between, and the types of all."""
-        tokens, types = [self.tokens[0]], [self.types[0]]
-        for place, text in enumerate(texts):
-            tokens += [text, self.tokens[place + 1]]
-            types += [np.full(len(text), self.own[place], np.uint8), self.types[place + 1]]
-        return np.concatenate(tokens), np.concatenate(types)
-
-
-def coded(texts: Sequence[str], tokenizer: Any) -> list[Coded]:  # noqa: ANN401
-    """Returns the tokens of texts, with nothing around them."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    return [
-        Coded(np.array(one.ids, dtype=np.int32), np.array(one.offsets, np.int32).reshape(-1, 2))
-        for one in backend.encode_batch(list(texts), add_special_tokens=False)
-    ]
-
-
-LONGEST_QUESTION = 64  # tokens, as BERT has it
+LONGEST_QUESTION = 64  # tokens, as in BERT
+CHUNK = 1000  # texts that are tokenised at a time
 
 
 def tokenise_questions(
-    given: Questions,
+    data: Questions,
     tokenizer: Any,  # noqa: ANN401
     *,
     length: int,
@@ -98,93 +37,149 @@ def tokenise_questions(
     tokens. Where the answer is not in a window as a whole, its label is the first token.
 
     Args:
-        given: questions and paragraphs.
-        tokenizer: a fast one of Transformers.
-        length: of a window, at most.
-        stride: of the overlap; at most a third of `length`.
+        data: Questions and their paragraphs.
+        tokenizer: Fast tokenizer of Transformers.
+        length: Greatest number of tokens in a window.
+        stride: Number of tokens that consecutive windows share; at most a third of `length`.
+
+    Raises:
+        ValueError: If `length` leaves no room for windows that overlap by `stride`.
     """
-    frame = Frame.of(tokenizer, 2)
     longest = min(LONGEST_QUESTION, (length - stride) // 2)
-    contexts = coded(given.contexts, tokenizer)
-    asked = coded([one.text.strip() for one in given.questions], tokenizer)
-    parts, uncovered = _Parts(), 0
-    for number, (question, code) in enumerate(zip(given.questions, asked, strict=True)):
-        context, answer = contexts[question.context], question.answers[0]
-        words = code.tokens[:longest]
-        begin = answer.start + len(answer.text) - len(answer.text.lstrip())
-        span = span_of(context.offsets, begin, begin + len(answer.text.strip()))
-        room, covered = length - frame.count - len(words), False
-        for start in starts(len(context.tokens), room, stride):
-            part = slice(start, start + room)
-            first = len(frame.tokens[0]) + len(words) + len(frame.tokens[1]) - start
-            inside = span is not None and start <= span[0] and span[1] < start + room
-            covered |= inside
-            label = (first + span[0], first + span[1]) if span is not None and inside else (0, 0)
-            tokens, types = frame.around(words, context.tokens[part])
-            parts.add(tokens, types, label, number)
-            parts.mark(first + start, context.offsets[part])
-        uncovered += not covered
-    references = References(
-        given.contexts,
-        tuple(one.context for one in given.questions),
-        tuple(tuple(answer.text for answer in one.answers) for one in given.questions),
-    )
-    return parts.texts(references), uncovered
-
-
-def starts(count: int, room: int, stride: int) -> range:
-    """Returns where windows of `room` tokens begin, so that they cover `count` and overlap."""
+    room = length - tokenizer.num_special_tokens_to_add(pair=True) - longest
     if stride >= room:
         raise ValueError(f"windows of {room} tokens cannot overlap by {stride}")
-    return range(0, max(1, count - stride), room - stride)
-
-
-def span_of(offsets: Array, start: int, end: int) -> tuple[int, int] | None:
-    """Returns the first and the last token that hold a character from `start` to before `end`.
-
-    None if there is none. A character may be several tokens.
-
-    Args:
-        offsets: (t, 2), the characters of the tokens of a paragraph.
-        start: of the first character.
-        end: after the last.
-    """
-    first = int(np.searchsorted(offsets[:, 1], start, side="right"))
-    last = int(np.searchsorted(offsets[:, 0], end, side="left")) - 1
-    return (first, last) if first <= last else None
+    encoded = _encodings(
+        tokenizer,
+        _shortened([question.text.strip() for question in data.questions], tokenizer, longest),
+        [data.contexts[question.context] for question in data.questions],
+        truncation="only_second",
+        max_length=length,
+        stride=stride,
+        return_overflowing_tokens=True,
+    )
+    sequences, uncovered = _Sequences(), 0
+    for number, group in groupby(encoded, key=itemgetter(0)):
+        windows = [_Window(encoding) for _, encoding in group]
+        answer = data.questions[number].answers[0]
+        begin = answer.start + len(answer.text) - len(answer.text.lstrip())
+        parts = [windows[0].offsets, *(window.offsets[stride:] for window in windows[1:])]
+        span = span_of(np.concatenate(parts), begin, begin + len(answer.text.strip()))
+        start, covered = 0, False  # start: index in the paragraph of the window's first token
+        for window in windows:
+            label = window.label(span, start)
+            covered |= label is not None
+            sequences.add(window.encoding, label or (0, 0), number)
+            sequences.mark_context(window)
+            start += len(window.offsets) - stride
+        uncovered += not covered
+    references = References(
+        data.contexts,
+        tuple(question.context for question in data.questions),
+        tuple(tuple(answer.text for answer in question.answers) for question in data.questions),
+    )
+    return sequences.texts(references), uncovered
 
 
 def tokenise_sentences(
-    given: Labelled,
+    data: Labelled,
     tokenizer: Any,  # noqa: ANN401
     *,
     length: int,
 ) -> tuple[Texts, int]:
     """Returns sentences or pairs of them, and how many were cut to `length` tokens.
 
-    Of a pair, the longer one is cut first.
+    Of a pair, the longer sentence is cut first.
+
+    Args:
+        data: Sentences and their labels.
+        tokenizer: Fast tokenizer of Transformers.
+        length: Greatest number of tokens in a sentence or a pair, special tokens included.
     """
-    sides = [given.first] if given.second is None else [given.first, given.second]
-    frame = Frame.of(tokenizer, len(sides))
-    parts, cut = _Parts(), 0
-    codes = [[one.tokens for one in coded(side, tokenizer)] for side in sides]
-    for place, texts in enumerate(zip(*codes, strict=True)):
-        room = length - frame.count
-        cut += sum(map(len, texts)) > room
-        tokens, types = frame.around(*_shortened(texts, room))
-        parts.add(tokens, types, given.labels[place], place)
-    return parts.texts(None), cut
+    sides = [data.first] if data.second is None else [data.first, data.second]
+    sequences, cut = _Sequences(), 0
+    for number, encoding in _encodings(
+        tokenizer, *sides, truncation="longest_first", max_length=length
+    ):
+        cut += bool(encoding.overflowing)
+        sequences.add(encoding, data.labels[number], number)
+    return sequences.texts(None), cut
 
 
-def _shortened(texts: tuple[Array, ...], room: int) -> list[Array]:
-    """Returns one text or two that together have room, the longer one cut first."""
-    *first, last = texts
-    kept = [one[: max(room - len(last), (room + 1) // 2)] for one in first]
-    return [*kept, last[: room - sum(map(len, kept))]]
+def span_of(offsets: Array, start: int, end: int) -> tuple[int, int] | None:
+    """Returns the first and the last token of the characters from `start` to before `end`.
+
+    A character may have several tokens, or none. If no character has one, returns None.
+
+    Args:
+        offsets: Characters of the tokens of a paragraph, (t, 2): the first, and after the last.
+        start: Index of the first character.
+        end: Index after the last character.
+    """
+    first = int(np.searchsorted(offsets[:, 1], start, side="right"))
+    last = int(np.searchsorted(offsets[:, 0], end, side="left")) - 1
+    return (first, last) if first <= last else None
 
 
-class _Parts:
-    """Sequences that come one by one."""
+def _encodings(
+    tokenizer: Any,  # noqa: ANN401
+    *sides: Sequence[str],
+    **options: Any,  # noqa: ANN401
+) -> Iterator[tuple[int, Any]]:
+    """Yields the index of a text, or of a pair of texts, with each of its encodings."""
+    unused = {"return_attention_mask": False, "return_token_type_ids": False}
+    for begin in range(0, len(sides[0]), CHUNK):
+        texts = [list(side[begin : begin + CHUNK]) for side in sides]
+        batch = tokenizer(*texts, **options, **unused)
+        indices = batch.get("overflow_to_sample_mapping", range(len(batch.encodings)))
+        for index, encoding in zip(indices, batch.encodings, strict=True):
+            yield begin + index, encoding
+
+
+def _shortened(texts: Sequence[str], tokenizer: Any, longest: int) -> list[str]:  # noqa: ANN401
+    """Returns texts cut to at most `longest` tokens, between characters."""
+    shortened = list(texts)
+    for number, encoding in _encodings(tokenizer, texts, add_special_tokens=False):
+        if len(encoding.ids) > longest:
+            end = encoding.offsets[longest][0]
+            while len(tokenizer.encode(texts[number][:end], add_special_tokens=False)) > longest:
+                end -= 1
+            shortened[number] = texts[number][:end]
+    return shortened
+
+
+class _Window:
+    """A question and a part of its paragraph.
+
+    Attributes:
+        encoding: Encoding by the tokenizer.
+        context: Indices of the paragraph's tokens.
+        offsets: Characters of these tokens in the paragraph, (t, 2).
+    """
+
+    def __init__(self, encoding: Any) -> None:  # noqa: ANN401
+        self.encoding = encoding
+        whose = encoding.sequence_ids
+        count = whose.count(1)
+        first = whose.index(1) if count else 0
+        self.context = slice(first, first + count)
+        self.offsets = np.array(encoding.offsets[self.context], np.int32).reshape(-1, 2)
+
+    def label(self, span: tuple[int, int] | None, start: int) -> tuple[int, int] | None:
+        """Returns the first and the last token of a span; None if it is not wholly inside.
+
+        Args:
+            span: First and last token of the answer, as indices in the paragraph.
+            start: Index in the paragraph of the first of its tokens in the window.
+        """
+        if span is None or span[0] < start or span[1] >= start + len(self.offsets):
+            return None
+        shift = self.context.start - start
+        return span[0] + shift, span[1] + shift
+
+
+class _Sequences:
+    """Collects token sequences for a `Texts`."""
 
     def __init__(self) -> None:
         self._tokens: list[Array] = []
@@ -193,21 +188,21 @@ class _Parts:
         self._labels: list[int | tuple[int, int]] = []
         self._examples: list[int] = []
 
-    def add(self, tokens: Array, types: Array, label: int | tuple[int, int], example: int) -> None:
-        self._tokens.append(tokens)
-        self._kinds.append(types + np.uint8(1))
+    def add(self, encoding: Any, label: int | tuple[int, int], example: int) -> None:  # noqa: ANN401
+        self._tokens.append(np.array(encoding.ids, np.int32))
+        self._kinds.append(np.array(encoding.type_ids, np.uint8) + np.uint8(1))
         self._labels.append(label)
         self._examples.append(example)
 
-    def mark(self, first: int, offsets: Array) -> None:
-        """Says of the last sequence where its paragraph is, and what its characters are."""
-        self._kinds[-1][first : first + len(offsets)] += np.uint8(CONTEXT)
-        whole = np.zeros((len(self._tokens[-1]), 2), dtype=np.int32)
-        whole[first : first + len(offsets)] = offsets
-        self._offsets.append(whole)
+    def mark_context(self, window: _Window) -> None:
+        """Marks the tokens of the paragraph in the sequence that was added last."""
+        self._kinds[-1][window.context] += np.uint8(CONTEXT)
+        offsets = np.zeros((len(self._tokens[-1]), 2), dtype=np.int32)
+        offsets[window.context] = window.offsets
+        self._offsets.append(offsets)
 
     def texts(self, references: References | None) -> Texts:
-        lengths = torch.tensor([len(one) for one in self._tokens])
+        lengths = torch.tensor([len(tokens) for tokens in self._tokens])
         empty = np.zeros((0, 2), dtype=np.int32)
         return Texts(
             tokens=torch.from_numpy(np.concatenate(self._tokens)),
