@@ -17,7 +17,17 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "torchcram"
 
 # Parts of src/torchcram that are checked: "" for the modules at the top, otherwise a package.
-CLEAN: tuple[str, ...] = ("", "artifact", "integrations", "operators", "optim", "pruners")
+CLEAN: tuple[str, ...] = (
+    "",
+    "artifact",
+    "experiments/data",
+    "experiments/models",
+    "experiments/tasks",
+    "integrations",
+    "operators",
+    "optim",
+    "pruners",
+)
 
 NAMED = ("Args:", "Arguments:", "Attributes:", "Raises:")
 UNNAMED = ("Returns:", "Yields:")

@@ -16,14 +16,15 @@ MAX_SHIFT = 1  # pixels
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """The data set, split and normalised.
+    """The digits, split and normalised.
 
     Attributes:
-        train_images: (n, 1, 8, 8), of zero mean and unit variance over all pixels.
-        train_labels: (n,), 0 to 9.
-        test_images: (m, 1, 8, 8), normalised by the mean and variance of the training images.
-        test_labels: (m,), 0 to 9.
-        background: the value that an empty pixel has after normalisation.
+        train_images: Training images, (n, 1, 8, 8), of zero mean and unit variance over all pixels.
+        train_labels: Labels of the training images, (n,), 0 to 9.
+        test_images: Test images, (m, 1, 8, 8), normalised by the mean and variance of the training
+            images.
+        test_labels: Labels of the test images, (m,), 0 to 9.
+        background: Value of an empty pixel after normalisation.
     """
 
     train_images: Tensor
@@ -41,7 +42,7 @@ class Digits:
         batch-norm statistics.
         """
         if size < 1:
-            raise ValueError(f"batch size {size!r} is too small: needed is at least 1")
+            raise ValueError(f"batch size must be at least 1, got {size!r}")
         order = torch.randperm(len(self.train_labels), generator=generator)
         for chosen in order.tensor_split(max(1, -(-len(order) // size))):
             images = shifted(self.train_images[chosen], self.background, generator)
@@ -63,20 +64,20 @@ def load_digits() -> Digits:
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns images of (n, 8, 8) with values from 0 to 16, and labels, to train and to test on.
+    """Returns the images and labels of the training split, then those of the test split.
 
-    About 80 % are to train on, every class alike in both. Nothing is downloaded: the images are
-    part of scikit-learn.
+    Images are (n, 8, 8) with values from 0 to 16. About 80 % are to train on, every class alike.
+    Nothing is downloaded: the images are part of scikit-learn.
     """
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
-    found = datasets.load_digits()
+    digits = datasets.load_digits()
     train, test, labels, test_labels = train_test_split(
-        found.images,
-        found.target,
+        digits.images,
+        digits.target,
         test_size=TEST_FRACTION,
-        stratify=found.target,
+        stratify=digits.target,
         random_state=SPLIT_SEED,
     )
     parts = (train, labels, test, test_labels)
@@ -84,7 +85,7 @@ def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def shifted(images: Tensor, background: float, generator: torch.Generator) -> Tensor:
-    """Moves every image by up to a pixel up or down and left or right; `background` fills up."""
+    """Moves every image by up to a pixel in each direction; gaps are filled with `background`."""
     count, _, height, width = images.shape
     padded = F.pad(images, (MAX_SHIFT,) * 4, value=background)
     corner = torch.randint(2 * MAX_SHIFT + 1, (2, count, 1), generator=generator)
