@@ -1,5 +1,5 @@
 # make demo       environment, install, train, compress, show the table, write the report
-# make test       environment, install, lint, types, import layers, tests (ten seconds of fuzzing too)
+# make test       environment, install, lint, types, import layers, words, documentation, tests
 # make pytest     the tests alone; TORCH=2.8.* runs them with that torch (below)
 # make fuzz       mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
 # make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
@@ -34,7 +34,9 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/prose.py
 	$(BIN)/pre-commit validate-config
+	$(MAKE) docs
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

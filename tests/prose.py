@@ -16,27 +16,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "torchcram"
 
-# Parts of src/torchcram that are checked: "" for the modules at the top, a package, or a module.
-CLEAN: tuple[str, ...] = (
-    "",
-    "artifact",
-    "experiments/evaluation",
-    "experiments/export.py",
-    "experiments/finetuning.py",
-    "experiments/io",
-    "experiments/machine.py",
-    "experiments/ranks.py",
-    "experiments/recipe",
-    "experiments/results_store.py",
-    "experiments/seeds.py",
-    "experiments/sweep.py",
-    "experiments/training",
-    "integrations",
-    "operators",
-    "optim",
-    "pruners",
-)
-
 NAMED = ("Args:", "Arguments:", "Attributes:", "Raises:")
 UNNAMED = ("Returns:", "Yields:")
 ENTRY = re.compile(r"(?P<name>[\w.*`, /]+?)(?: \([^)]*\))?:(?: (?P<text>.*))?$")
@@ -78,14 +57,6 @@ def offences_under(paths: list[Path]) -> list[str]:
     return [
         f"{file}:{line}: {text}" for file in files for line, text in sorted(set(offences(file)))
     ]
-
-
-def clean_paths() -> list[Path]:
-    """Returns the files and folders of `CLEAN`."""
-    paths: list[Path] = []
-    for part in CLEAN:
-        paths += [SOURCE / part] if part else sorted(SOURCE.glob("*.py"))
-    return paths
 
 
 def _docstring_offences(

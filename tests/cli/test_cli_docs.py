@@ -33,7 +33,7 @@ def test_the_commands_of_the_page_run():
         assert (dollar, program) == ("$", "torchcram")
         if "cifar10" in line:  # which is not here
             done = command(*[word for word in words if word != "--download"])
-            assert re.match(r"error: data set '(cifar10|my-images)' is not in ", done.stderr)
+            assert re.match(r"error: dataset '(cifar10|my-images)' is not in ", done.stderr)
             continue
         if words[0] in TRAINING:
             words += ["--epochs", "1"]  # quicker than the page has it

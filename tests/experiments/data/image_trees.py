@@ -32,7 +32,7 @@ def encoded(picture, form="JPEG"):
 def tree(
     folder, name="pets", *, splits=("train", "test"), classes=("cat", "dog"), count=3, size=(10, 8)
 ):
-    """Writes `count` images for every split and class; returns the data set's folder."""
+    """Writes `count` images for every split and class; returns the dataset's folder."""
     seed = 0
     for split in splits:
         for label in classes:

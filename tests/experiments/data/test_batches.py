@@ -90,5 +90,5 @@ def _each(batches):
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(0, 8), (8, 0)])
 def test_no_samples_are_refused(data, samples, batch_size):
-    with pytest.raises(ValueError, match="both are at least 1"):
+    with pytest.raises(ValueError, match="both must be at least 1"):
         calibration(data, samples, batch_size)

@@ -148,7 +148,7 @@ def test_a_missing_split_is_named(tmp_path, splits):
 
 def test_an_archive_of_another_set_is_named(tmp_path):
     path = archive(tree(tmp_path, "cars"), tmp_path / "pets.tar.xz")
-    with pytest.raises(ValueError, match=r"pets.tar.xz: data set 'pets' needs .*: none"):
+    with pytest.raises(ValueError, match=r"pets.tar.xz: dataset 'pets' needs .*: none"):
         read_archives("pets", [path])
 
 

@@ -75,7 +75,7 @@ def test_a_file_cut_off_anywhere_is_refused_by_name(tmp_path):
     content = path.read_bytes()
     for length in [*range(0, len(content), 7), len(content) - 1]:
         path.write_bytes(content[:length])
-        with pytest.raises(CacheError, match=r"pets.safetensors is not the packed data set"):
+        with pytest.raises(CacheError, match=r"pets.safetensors is not the packed dataset"):
             read_packed(path, name="pets", image_size=None)
 
 
@@ -102,7 +102,7 @@ def test_other_bytes_are_refused(tmp_path_factory, content):
 def test_other_safetensors_files_are_refused(tmp_path, metadata):
     path = tmp_path / "pets.safetensors"
     save_file({"train.images": torch.zeros(2)}, path, metadata)
-    with pytest.raises(CacheError, match="is not the packed data set 'pets'"):
+    with pytest.raises(CacheError, match="is not the packed dataset 'pets'"):
         read_packed(path, name="pets", image_size=None)
 
 

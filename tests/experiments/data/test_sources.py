@@ -111,7 +111,7 @@ def test_a_damaged_packed_file_is_named_and_made_anew(folder, content):
     whole = (folder / PACKED).read_bytes()
     (folder / PACKED).unlink()  # `data` has it mapped
     (folder / PACKED).write_bytes(whole[:-1] if content is None else content)
-    with pytest.warns(UserWarning, match=f"{PACKED} is not the packed data set .* made anew"):
+    with pytest.warns(UserWarning, match=f"{PACKED} is not the packed dataset .* made anew"):
         again = load_data(Choice("pets"), folder)
     assert equal(again, data)
     assert (folder / PACKED).read_bytes() == whole
@@ -137,7 +137,7 @@ def test_a_packed_file_is_enough(folder):
         load_data(Choice("pets", image_size=8), folder)
     (folder / PACKED).unlink()
     (folder / PACKED).write_bytes(b"foreign")
-    with pytest.raises(ValueError, match=f"{PACKED} is not the packed data set"):
+    with pytest.raises(ValueError, match=f"{PACKED} is not the packed dataset"):
         load_data(Choice("pets"), folder)
 
 

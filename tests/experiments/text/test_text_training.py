@@ -182,7 +182,7 @@ def test_a_model_that_does_not_go_with_the_data_is_named(what, said, questions, 
 def test_missing_data_is_named(tiny):
     said = fail(*line("train", CRAM, tiny, "nowhere"))
     assert (
-        "data set 'squad' is not in nowhere: looked for squad/train*.json and squad.tar.xz" in said
+        "dataset 'squad' is not in nowhere: looked for squad/train*.json and squad.tar.xz" in said
     )
 
 

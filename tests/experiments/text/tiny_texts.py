@@ -1,4 +1,4 @@
-"""A language model with a few weights, and data sets with a few lines, that the tests share."""
+"""A language model with a few weights, and datasets with a few lines, that the tests share."""
 
 import json
 import string
@@ -56,7 +56,7 @@ def squad(paragraphs):
 
 
 def squad_folder(folder, train=20, test=6):
-    """A data set of so many questions about as many paragraphs."""
+    """A dataset of so many questions about as many paragraphs."""
     place = folder / "squad"
     place.mkdir(parents=True)
     for name, count in (("train-v1.1.json", train), ("dev-v1.1.json", test)):

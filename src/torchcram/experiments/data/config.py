@@ -26,7 +26,7 @@ class DataConfig:
     image_size: int | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.name), "name", self.name, "the name of a data set")
+        require(bool(self.name), "name", self.name, "the name of a dataset")
         require_one_of("augment", self.augment, AUGMENTS)
         size = self.image_size
         require(size is None or size >= 1, "image_size", size, "at least 1, or null")

@@ -1,4 +1,4 @@
-"""Models to train, by name or by class."""
+"""Image models, by name or by class; `models.text` has the language models."""
 
 from torchcram.experiments.models.build import (
     TORCHVISION,

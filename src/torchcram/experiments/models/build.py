@@ -21,7 +21,7 @@ from torchcram.experiments.models.factories import (
 )
 from torchcram.experiments.models.small import VGG, ConvNet, ResNet18, resnet20
 
-# with these, the model returns scores alone, and does not warn about how it starts
+# with these options the model returns scores alone, and does not warn about its initialisation
 _OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -29,7 +29,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def torchvision_names() -> list[str]:
-    """Returns the names of the classification models; none where torchvision is missing."""
+    """Returns the names of torchvision's classification models; none if it is not installed."""
     try:
         from torchvision import models
     except ImportError:
@@ -38,7 +38,7 @@ def torchvision_names() -> list[str]:
 
 
 def require_torchvision_name(name: str) -> None:
-    """Raises ValueError unless torchvision classifies by a model of that name."""
+    """Raises ValueError unless torchvision has a classification model of that name."""
     from torchvision import models
 
     names = models.list_models(module=models)
@@ -50,7 +50,7 @@ def require_torchvision_name(name: str) -> None:
 
 
 def torchvision_model(name: str, classes: int) -> nn.Module:
-    """Returns a freshly initialised model."""
+    """Returns a model of torchvision, freshly initialised."""
     from torchvision import models
 
     options = _OPTIONS.get(name, {})
@@ -59,13 +59,13 @@ def torchvision_model(name: str, classes: int) -> nn.Module:
 
 
 def pretrained_model(name: str) -> tuple[nn.Module, int]:
-    """Returns a model with its default weights, and how many classes these are made for.
+    """Returns a model of torchvision with its default weights, and their number of classes.
 
-    The file of weights is to be in the cache of torch.hub: nothing is downloaded.
+    The file of weights must be in the cache of torch.hub: nothing is downloaded.
 
     Raises:
-        FileNotFoundError: saying what file to put where.
-        ValueError: if the file is not the one that torchvision made, a truncated one say.
+        FileNotFoundError: If the file is missing; the message says what file to put where.
+        ValueError: If the file is not the one of torchvision; it may be truncated.
     """
     from torchvision import models
 
@@ -82,7 +82,7 @@ def pretrained_model(name: str) -> tuple[nn.Module, int]:
 
 
 def _check_hash(path: Path) -> None:
-    """Raises ValueError unless the name, as in resnet50-11ad3fa6.pth, goes with the content."""
+    """Raises ValueError unless the content has the hash of the name, as resnet50-11ad3fa6.pth."""
     expected = path.stem.rsplit("-", 1)[-1]
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -90,7 +90,7 @@ def _check_hash(path: Path) -> None:
             digest.update(block)
     if not digest.hexdigest().startswith(expected):
         raise ValueError(
-            f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, which is to begin with "
+            f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, which must begin with "
             f"{expected!r}; delete it and fetch it again"
         )
 
@@ -100,7 +100,7 @@ DIGITS_WIDTHS = (12, 24, 48)
 
 
 def _for_64(name: str, classes: int) -> nn.Module:
-    """A ResNet of torchvision for 64x64 images: 32x32, not 16x16, where the blocks begin."""
+    """Returns a ResNet of torchvision for 64x64 images, whose blocks begin at 32x32, not 16x16."""
     model = torchvision_model(name, classes)
     stem = nn.Conv2d(3, 64, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
@@ -119,17 +119,17 @@ _MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def own_model_names() -> list[str]:
-    """Returns the names of the models that are put together here."""
+    """Returns the names of our own models."""
     return list(_MODELS)
 
 
 def model_names() -> list[str]:
-    """Returns all names that `build_model` takes; those of torchvision where it is installed."""
+    """Returns all names that `build_model` takes, with those of torchvision if it is installed."""
     return own_model_names() + [TORCHVISION + name for name in torchvision_names()]
 
 
 def is_model_name(name: str) -> bool:
-    """Whether the name may be one, without asking torchvision or others."""
+    """Returns whether a name has the form of a model name; torchvision is not asked."""
     torchvision = name.startswith(TORCHVISION) and name != TORCHVISION
     return name in _MODELS or torchvision or takes_args(name)
 
@@ -140,19 +140,19 @@ def build_model(
     """Returns a model, freshly initialised.
 
     Args:
-        name: one of `model_names()`, or one of the forms that `models.factories` explains.
-        classes: how many scores it gives.
-        pretrained: start from the default weights of torchvision, which are to be in the cache of
-            torch.hub; the last layer is a fresh one if `classes` is not what they were made for.
-            Those of timm are found by timm.
+        name: Name of the model, one of `model_names()` or of the forms in `models.factories`.
+        classes: Number of scores that the model gives.
+        pretrained: Whether to start from the default weights of torchvision, which must be in the
+            cache of torch.hub, or from those that timm has. The last layer is initialised if the
+            weights are for another number of classes.
         args: Keyword arguments for a model of timm or of a factory.
 
     Raises:
-        ValueError: naming what was given and what is allowed.
-        FileNotFoundError: if the pretrained weights are not on this machine.
+        ValueError: If there is no such model, or it does not take the arguments.
+        FileNotFoundError: If the pretrained weights are not on this machine.
     """
     if classes < 1:
-        raise ValueError(f"classes={classes!r}: allowed is 1 or more")
+        raise ValueError(f"classes must be at least 1, got {classes!r}")
     if takes_args(name):
         return _build_elsewhere(name, classes, pretrained, args or {})
     if args:
@@ -190,10 +190,10 @@ def _build_elsewhere(
 
 
 def replace_head_(model: nn.Module, classes: int) -> None:
-    """Puts a fresh Linear layer with `classes` outputs in the place of the last one of `model`.
+    """Replaces the last Linear layer of a model by a fresh one with `classes` outputs.
 
     Raises:
-        ValueError: if `model` has no Linear layer.
+        ValueError: If the model has no Linear layer.
     """
     name, old = _head(model)
     fresh = nn.Linear(

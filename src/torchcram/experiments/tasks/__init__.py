@@ -81,7 +81,7 @@ def register_task(name: str) -> Callable[[Kind], Kind]:
         name: Name of the task: a letter, then letters, digits, "-" and "_".
 
     Raises:
-        ValueError: If the name is taken, by whom, or the class is no frozen dataclass.
+        ValueError: If the name is taken, or the class is no frozen dataclass.
     """
 
     def register(kind: Kind) -> Kind:

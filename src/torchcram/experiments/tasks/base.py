@@ -1,4 +1,4 @@
-"""What every task has: data, model, batches, loss and metric of one kind of problem."""
+"""Base class of the tasks: data, model, batches, loss and metric of one kind of problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Report = Callable[[str], None]
 
 
 class Dataset(Protocol):
-    """A dataset of any kind, with what a run remembers of it."""
+    """A dataset of any kind, with the facts about it that a run records."""
 
     @property
     def name(self) -> str:
@@ -96,10 +96,10 @@ class FinetuneDefaults:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One kind of problem. It is made from sections of a recipe and holds nothing but them.
+    """One kind of problem; it holds sections of a recipe and nothing else.
 
-    The trainer, one-shot compression, fine-tuning, export and the benchmark ask a task for all
-    that depends on the kind of data; nothing else in the project does.
+    The trainer, one-shot compression, fine-tuning, export and the benchmark leave everything that
+    depends on the kind of data to the task.
 
     Attributes:
         model: Section `model` of the recipe.

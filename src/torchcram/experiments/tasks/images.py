@@ -25,13 +25,13 @@ from torchcram.passes import eval_mode
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-TEST_PIXELS = 1 << 21  # of a batch, about: small enough for any GPU, large enough to keep it busy
-TEST_BATCH = (64, 2048)  # images, at least and at most
+TEST_PIXELS = 1 << 21  # about as many per batch fit any GPU and keep it busy
+TEST_BATCH = (64, 2048)  # least and greatest number of images in a test batch
 
 
 @dataclass(frozen=True)
 class ImageClassification(Task):
-    """Images in classes, scored by accuracy."""
+    """Classification of images, scored by accuracy."""
 
     unit: ClassVar[str] = "images"
     has_batchnorm: ClassVar[bool] = True
@@ -122,10 +122,10 @@ class ImageClassification(Task):
                 f"model {name!r} does not take the images of {data.name!r}, "
                 f"{'x'.join(map(str, shape))}: {error}"
             ) from error
-        given = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        if given != (1, len(data.classes)):
+        actual = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        if actual != (1, len(data.classes)):
             raise ValueError(
-                f"model {name!r} gives {given} for an image of {data.name!r}; allowed: a "
+                f"model {name!r} gives {actual} for an image of {data.name!r}; allowed: a "
                 f"tensor of shape {(1, len(data.classes))}, a score for every class"
             )
 
@@ -150,7 +150,7 @@ class ImageClassification(Task):
         )
 
     def require_transfer(self) -> None:
-        """Allows it: the last layer is replaced."""
+        """Does nothing, as the last layer can be replaced."""
 
     def image_shape(self, data: DataSet | EncodedDataset) -> tuple[int, int, int]:
         """Returns the channels, height and width of the images that a model sees."""

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torchcram.experiments.data.text.batches import TextBatches
     from torchcram.experiments.data.text.datasets import Texts, TextSet
 
-BEST = 20  # first and last tokens that are paired
-LONGEST = 30  # tokens of an answer
+BEST = 20  # number of first tokens, and of last tokens, that are paired
+LONGEST = 30  # greatest number of tokens in an answer
 IMPOSSIBLE = -1e30  # sum of scores of a window without a possible answer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII alone, as SQuAD has it
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # only ASCII, as in SQuAD
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,13 @@ def best_spans(
     that are not a number count as the worst.
 
     Args:
-        scores: (n, t, 2), of a token to be the first and the last one.
-        allowed: (n, t), which tokens may be in an answer.
-        best: how many of the first and of the last ones are paired.
-        longest: tokens of an answer.
+        scores: Scores of each token to be the first and to be the last one, (n, t, 2).
+        allowed: Whether a token may be in an answer, (n, t).
+        best: Number of first tokens, and of last tokens, that are paired.
+        longest: Greatest number of tokens in an answer.
 
     Returns:
-        The sums of both scores, (n,), -inf where no pair is possible; the places of both tokens,
-        (n, 2).
+        Sums of both scores, (n,), -inf where no pair is possible; indices of both tokens, (n, 2).
     """
     low = float("-inf")
     masked = scores.float().nan_to_num(nan=low, neginf=low).masked_fill(~allowed.unsqueeze(-1), low)
@@ -91,24 +90,24 @@ def best_spans(
     sums = top.values[:, :, None, 0] + top.values[:, None, :, 1]  # (n, first, last)
     tokens = top.indices[:, None, :, 1] - top.indices[:, :, None, 0] + 1
     sums = sums.masked_fill((tokens < 1) | (tokens > longest), low)
-    found, place = sums.flatten(1).max(dim=1)
+    value, pair = sums.flatten(1).max(dim=1)
     count = top.indices.shape[1]
-    rows = torch.arange(len(place), device=place.device)
-    first = top.indices[rows, place // count, 0]
-    last = top.indices[rows, place % count, 1]
-    return found, torch.stack((first, last), dim=1)
+    rows = torch.arange(len(pair), device=pair.device)
+    first = top.indices[rows, pair // count, 0]
+    last = top.indices[rows, pair % count, 1]
+    return value, torch.stack((first, last), dim=1)
 
 
 def span_loss(scores: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy of the first and of the last token, the mean of both.
+    """Returns the mean of the cross-entropies of the first and of the last token.
 
-    Label smoothing takes its part from all tokens that are there alike: padding, at -inf, is none,
-    so that the loss does not depend on it.
+    Label smoothing is spread over the tokens without padding, whose scores are -inf, so that the
+    loss does not depend on the padding.
 
     Args:
-        scores: (n, t, 2).
-        labels: (n, 2), the tokens of the answer.
-        smoothing: from 0 to below 1.
+        scores: Scores of each token to be the first and to be the last one, (n, t, 2).
+        labels: First and last token of the answer, (n, 2).
+        smoothing: Label smoothing, from 0 to below 1.
     """
     present = scores.isneginf().logical_not()
     log = scores.float().log_softmax(dim=1)
@@ -123,9 +122,9 @@ def answers(texts: Texts, sums: Tensor, spans: Tensor) -> dict[int, str]:
     """Returns the answer to every question: the best one out of its windows.
 
     Args:
-        texts: windows of questions.
-        sums: (n,), the score of the best answer in each window.
-        spans: (n, 2), its first and its last token.
+        texts: Windows of questions.
+        sums: Score of the best answer in each window, (n,).
+        spans: First and last token of that answer, (n, 2).
     """
     assert texts.references is not None  # noqa: S101
     references, chosen = texts.references, dict[int, str]()
@@ -133,21 +132,21 @@ def answers(texts: Texts, sums: Tensor, spans: Tensor) -> dict[int, str]:
     starts = texts.ends - texts.lengths
     begins = texts.offsets[starts + spans[:, 0], 0].tolist()
     ends = texts.offsets[starts + spans[:, 1], 1].tolist()
-    for place, (question, value) in enumerate(
+    for window, (question, value) in enumerate(
         zip(texts.examples.tolist(), sums.tolist(), strict=True)
     ):
         if question not in best or value > best[question]:
             best[question] = value
             context = references.contexts[references.context_of[question]]
             possible = value > IMPOSSIBLE
-            chosen[question] = context[begins[place] : ends[place]] if possible else ""
+            chosen[question] = context[begins[window] : ends[window]] if possible else ""
     return chosen
 
 
-def score_answers(texts: Texts, given: dict[int, str]) -> dict[str, float]:
+def score_answers(texts: Texts, answered: dict[int, str]) -> dict[str, float]:
     """Returns the means of F1 and exact match over the questions."""
     assert texts.references is not None  # noqa: S101
-    right = [(answer, texts.references.answers[question]) for question, answer in given.items()]
+    right = [(answer, texts.references.answers[question]) for question, answer in answered.items()]
     return {
         "F1": sum(token_f1(*pair) for pair in right) / len(right),
         "exact match": sum(exact_match(*pair) for pair in right) / len(right),
@@ -166,12 +165,13 @@ def exact_match(answer: str, right: Sequence[str]) -> float:
 
 
 def token_f1(answer: str, right: Sequence[str]) -> float:
-    """2 p r / (p + r) over the words that two normalised answers share; the best right one counts.
+    """Returns 2 p r / (p + r) over the words that two normalised answers share.
 
-    Nothing shared is 0, even where both are empty, as SQuAD has it.
+    The right answer that gives the most counts. Without a shared word the score is 0, even if both
+    answers are empty, as in SQuAD.
     """
     words = normalised(answer).split()
-    return max((_f1(words, normalised(one).split()) for one in right), default=0.0)
+    return max((_f1(words, normalised(text).split()) for text in right), default=0.0)
 
 
 def _f1(words: list[str], right: list[str]) -> float:

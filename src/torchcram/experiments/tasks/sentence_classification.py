@@ -1,4 +1,4 @@
-"""Sentence classification, of single sentences or of pairs, as GLUE has it."""
+"""Classification of single sentences or of pairs, as in GLUE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SentenceClassification(TextTask):
-    """Sentences or pairs of them in classes, scored by the metrics of the GLUE dataset."""
+    """Classification of sentences or pairs, scored by the metrics of the GLUE dataset."""
 
     @torch.no_grad()
     def score(
@@ -48,15 +48,15 @@ class SentenceClassification(TextTask):
 
 
 def binary_scores(counts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Returns accuracy, and of two classes F1 of the second and the Matthews correlation.
+    """Returns accuracy; for two classes also F1 of the second and the Matthews correlation.
 
-    Where a denominator is 0, as with one class alone, F1 and the correlation are 0.
+    If a denominator is 0, as with a single predicted class, F1 or the correlation is 0.
 
     Args:
-        counts: `counts[right][said]`, how often a label was given.
+        counts: Confusion matrix, `counts[label][prediction]`.
     """
     total = sum(map(sum, counts))
-    scores = {"accuracy": sum(row[place] for place, row in enumerate(counts)) / total}
+    scores = {"accuracy": sum(row[label] for label, row in enumerate(counts)) / total}
     if len(counts) == 2:
         (tn, fp), (fn, tp) = counts
         scores["F1"] = 2 * tp / (2 * tp + fp + fn) if tp else 0.0

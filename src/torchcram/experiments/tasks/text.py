@@ -1,4 +1,4 @@
-"""What the tasks about texts share: tokenised data, a Transformers model, padded batches."""
+"""Base class of the tasks about texts: tokenised data, Transformers models, padded batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchcram.experiments.data.text.formats import TextFormat
 
 FINETUNE_EPOCHS, FINETUNE_LR = 2, 5e-5
-CLOSE = 1e-3  # scores in float32 differ by less where only the padding does
+CLOSE = 1e-3  # scores in float32 differ by less if only the padding differs
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TextTask(Task):
 
     @property
     def metric(self) -> str:
-        """Name of the metric that counts, by the format of the dataset."""
+        """Name of the metric that counts, which the format of the dataset defines."""
         return TEXT_FORMATS[self.text.task].metric
 
     def load(
@@ -61,7 +61,7 @@ class TextTask(Task):
     ) -> TextSet:
         """Loads the texts, tokenised for the model; reports how much padding batches have."""
         if folder is None:
-            raise ValueError(f"data set {self.data.name!r} needs the folder that the data lies in")
+            raise ValueError(f"dataset {self.data.name!r} needs the folder that the data lies in")
         data = load_text(
             self.data.name,
             folder,
@@ -86,7 +86,7 @@ class TextTask(Task):
         seed: int,
         ranks: Ranks = SINGLE,
     ) -> TextBatches:
-        """Returns batches of sequences of about one length."""
+        """Returns batches of sequences of similar length."""
         return TextBatches(
             data.train if train else data.test,
             batch_size=batch_size,
@@ -105,11 +105,11 @@ class TextTask(Task):
         check_text_model(model, self.model.name, data)
 
     def finetuning(self, epochs: int, lr: float) -> FinetuneDefaults:  # noqa: ARG002
-        """Returns how to fine-tune: as the paper does BERT, at most two epochs, stopped early."""
+        """Returns how to fine-tune: at most two epochs with early stopping, as the paper does."""
         return FinetuneDefaults(min(FINETUNE_EPOCHS, epochs), FINETUNE_LR, early_stopping=True)
 
     def check_recipe(self) -> None:
-        """Refuses settings for images."""
+        """Raises `BadValue` for settings of images."""
         data = self.data
         require(data.augment == "none", "data.augment", data.augment, "none")
         require(data.image_size is None, "data.image_size", data.image_size, "null")
@@ -123,7 +123,7 @@ class TextTask(Task):
         return data.in_parts(parts)
 
     def require_transfer(self) -> None:
-        """Refuses: the head of a language model belongs to its task."""
+        """Raises ValueError, as the head of a language model belongs to its task."""
         raise ValueError("language models are not transferred yet; allowed: recipes about images")
 
     def require_same_data(self, tasks: Sequence[Task]) -> None:
@@ -191,20 +191,20 @@ def named_score(values: dict[str, float], kind: TextFormat) -> Score:
 def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
     """Raises ValueError if a model cannot take texts, or cannot take them in padded batches.
 
-    It is run on two of the texts, on the CPU wherever it is: on a GPU an embedding that is not
-    there would end the process. Its mode and the random numbers stay as they were.
+    The model is run on two of the texts, always on the CPU: on a GPU a token without an embedding
+    would end the process. Its mode and the global random state stay as they are.
 
     Args:
-        model: that is called with (n, 2, t) tokens and kinds.
-        name: of it, for messages.
-        data: the texts.
+        model: Model that is called with tokens and their kinds, (n, 2, t).
+        name: Name of the model for error messages.
+        data: Dataset with the texts.
     """
     longest = max(int(split.lengths.max()) for split in (data.train, data.test))
     highest = max(int(split.tokens.max()) for split in (data.train, data.test))
     config = getattr(getattr(model, "model", None), "config", None)
     for key, needed in (("max_position_embeddings", longest), ("vocab_size", highest + 1)):
         known = getattr(config, key, None)
-        if known is not None and 0 <= known < needed:  # XLNet says -1, there is no limit
+        if known is not None and 0 <= known < needed:  # -1 is no limit, as in XLNet
             raise ValueError(
                 f"model {name!r} does not take the texts of {data.name!r}: its {key} "
                 f"is {known}, needed is {needed}"
@@ -212,17 +212,17 @@ def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
     alone, batch = _short_and_long(data)
     try:
         expected, scores = _scores(model, alone, batch)
-    except Exception as error:  # whatever the code of a model raises
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+    except Exception as error:  # the code of a model may raise anything
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"model {name!r} does not take the texts of {data.name!r}, of up to {longest} tokens: "
-            f"{said}"
+            f"{reason}"
         ) from error
-    wanted = (2, longest, 2) if data.format.sentences is None else (2, len(data.classes))
-    if tuple(scores.shape) != wanted:
+    shape = (2, longest, 2) if data.format.sentences is None else (2, len(data.classes))
+    if tuple(scores.shape) != shape:
         raise ValueError(
             f"model {name!r} has no head for {data.kind}: its scores are of shape "
-            f"{tuple(scores.shape)}, needed is {wanted}"
+            f"{tuple(scores.shape)}, needed is {shape}"
         )
     padded = scores[:1] if data.format.sentences is not None else scores[:1, : alone.shape[-1]]
     if not torch.allclose(padded, expected, rtol=0, atol=CLOSE, equal_nan=True):
@@ -238,16 +238,16 @@ def _short_and_long(data: TextSet) -> tuple[Tensor, Tensor]:
     splits = (data.train, data.test)
     short = min(splits, key=lambda split: int(split.lengths.min()))
     long = max(splits, key=lambda split: int(split.lengths.max()))
-    alone = _one(short, int(short.lengths.argmin()))
-    other = _one(long, int(long.lengths.argmax()))
+    alone = _batch_of_one(short, int(short.lengths.argmin()))
+    other = _batch_of_one(long, int(long.lengths.argmax()))
     padded = pad(alone, (0, other.shape[-1] - alone.shape[-1]))
     return alone, torch.cat((padded, other))
 
 
-def _one(texts: Texts, place: int) -> Tensor:
+def _batch_of_one(texts: Texts, index: int) -> Tensor:
     """Returns one text as a batch, (1, 2, t)."""
-    end = int(texts.ends[place])
-    part = slice(end - int(texts.lengths[place]), end)
+    end = int(texts.ends[index])
+    part = slice(end - int(texts.lengths[index]), end)
     return torch.stack((texts.tokens[part], texts.kinds[part].int())).unsqueeze(0)
 
 
@@ -256,4 +256,4 @@ def _scores(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
     named = chain(model.named_parameters(), model.named_buffers())
     here = {name: value.cpu() for name, value in named}
     with eval_mode(model), torch.random.fork_rng(devices=[]):
-        return [functional_call(model, here, (one,)) for one in inputs]
+        return [functional_call(model, here, (batch,)) for batch in inputs]

@@ -1,4 +1,4 @@
-"""Data: by name from files, packed, and as batches on a device."""
+"""Image datasets: loaded by name, decoded into one file, and as batches on a device."""
 
 from torchcram.experiments.data.images.batches import calibration_batches, make_batches
 from torchcram.experiments.data.images.datasets import (

@@ -1,4 +1,4 @@
-"""Batches of either kind of data set."""
+"""Batches of an image dataset, decoded or encoded."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def make_batches(
     """Returns the batches of one split: resident if the images are decoded, else streamed.
 
     Args:
-        data: what `load_data` returned.
-        train: the training split, shuffled and augmented; else the test split, as it is.
-        batch_size: images of a batch.
-        augment: of the training images.
-        device: where the batches go.
-        seed: of order and augmentation.
-        image_size: of streamed images; resident ones have their size already.
-        workers: of streamed images.
+        data: Dataset that `load_data` returned.
+        train: Whether to take the training split, shuffled and augmented, or the test split.
+        batch_size: Number of images in a batch.
+        augment: Augmentation of the training images.
+        device: Device that the batches are put on.
+        seed: Seed of order and augmentation.
+        image_size: Size of streamed images; resident ones have theirs already.
+        workers: Number of processes that decode streamed images.
         shard: Rows of every training batch, or whole test batches, that this rank takes.
     """
     if isinstance(data, DataSet):
@@ -53,7 +53,7 @@ def make_batches(
             shard=shard,
         )
     if image_size is None:
-        raise ValueError(f"images that are streamed (augment {STREAMED!r}) need image_size")
+        raise ValueError(f"streamed images (augment {STREAMED!r}) need image_size")
     return StreamBatches(
         data.train if train else data.test,
         batch_size=batch_size,
@@ -82,21 +82,21 @@ def calibration_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields augmented training batches of equal size for batch-norm tuning.
 
-    Only the chosen images go to the device.
+    Only the chosen images are copied to the device.
 
     Args:
-        data: whose training images to choose from.
-        samples: how many images to choose, all if there are fewer; the last few are left out where
-            batches would not be equal.
-        batch_size: at most.
-        augment: as in training.
-        device: where the batches go.
-        seed: of the choice and the augmentation.
-        image_size: of streamed images.
-        workers: of streamed images.
+        data: Dataset whose training images are chosen from.
+        samples: Number of images to choose, all if there are fewer; a few less if that makes the
+            batches equal.
+        batch_size: Greatest number of images in a batch.
+        augment: Augmentation, as in training.
+        device: Device that the batches are put on.
+        seed: Seed of the choice and of the augmentation.
+        image_size: Size of streamed images.
+        workers: Number of processes that decode streamed images.
     """
     if samples < 1 or batch_size < 1:
-        raise ValueError(f"{samples} samples in batches of {batch_size}: both are at least 1")
+        raise ValueError(f"{samples} samples in batches of {batch_size}: both must be at least 1")
     order = torch.randperm(len(data.train), generator=seeded(seed, "calibration"))[:samples]
     steps = -(-len(order) // batch_size)
     chosen: DataSet | EncodedDataset = replace(data, train=data.train.take(order))  # type: ignore[arg-type]

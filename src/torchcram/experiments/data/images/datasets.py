@@ -1,4 +1,4 @@
-"""Image datasets: decoded into memory, or as files that are decoded while training."""
+"""Image datasets: decoded in memory, or encoded and decoded while training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class EncodedImage(Protocol):
 
     @property
     def name(self) -> str:
-        """What an error message calls it."""
+        """Name of the image in error messages."""
 
     def open(self) -> Image:
-        """Opens it, decoded or not yet."""
+        """Opens the image with Pillow, which may decode it later."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class ArchiveMember:
-    """An image file inside an archive, its bytes read already."""
+    """An image file of an archive, in memory."""
 
     name: str
     content: bytes
 
     def open(self) -> Image:
-        """Opens the bytes."""
+        """Opens the file."""
         from PIL import Image
 
         return Image.open(io.BytesIO(self.content))
@@ -60,21 +60,26 @@ class ArchiveMember:
 
 @dataclass(frozen=True)
 class TorchvisionItem:
-    """An item of a data set of torchvision."""
+    """An item of a torchvision dataset."""
 
     name: str
     dataset: Any
     index: int
 
     def open(self) -> Image:
-        """Takes the item, without its label."""
+        """Returns the image of the item, without its label."""
         image: Image = self.dataset[self.index][0]
         return image
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedImages:
-    """One split: encoded images and their labels, int64, (n,)."""
+    """One split of an `EncodedDataset`.
+
+    Attributes:
+        images: Encoded images.
+        labels: Labels, int64, (n,).
+    """
 
     images: Sequence[EncodedImage]
     labels: Tensor
@@ -83,22 +88,22 @@ class EncodedImages:
         return len(self.images)
 
     def take(self, index: Tensor) -> EncodedImages:
-        """Returns the images at the places `index`, in that order."""
-        chosen = tuple(self.images[place] for place in index.tolist())
+        """Returns the images at the indices `index`, in that order."""
+        chosen = tuple(self.images[number] for number in index.tolist())
         return EncodedImages(chosen, self.labels[index])
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedDataset:
-    """A data set whose images stay encoded: too large, or of too many sizes, to be resident.
+    """A dataset whose images stay encoded, because they are too large or of different sizes.
 
     Attributes:
-        name: of the data set.
-        train: what to train on.
-        test: what to test on.
-        classes: their names; a label is a place here.
-        mean: per channel, black is 0 and white 1; that of ImageNet, as is usual.
-        std: likewise.
+        name: Name of the dataset.
+        train: Training split.
+        test: Test split.
+        classes: Names of the classes; a label is an index into them.
+        mean: Mean per channel, where black is 0 and white 1; that of ImageNet, as is usual.
+        std: Standard deviation per channel, likewise that of ImageNet.
     """
 
     name: str
@@ -115,10 +120,14 @@ class EncodedDataset:
 
 
 def decode(image: EncodedImage) -> Image:
-    """Returns the decoded image in RGB; a damaged one is an error that names it."""
+    """Returns the decoded image in RGB.
+
+    Raises:
+        ValueError: If the image is damaged; it is named.
+    """
     try:
         return image.open().convert("RGB")
-    except Exception as error:  # Pillow raises many kinds
+    except Exception as error:  # Pillow raises many kinds of errors
         raise ValueError(f"{image.name} is not a readable image: {error}") from error
 
 
@@ -144,11 +153,11 @@ def pixels(image: Image) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split.
+    """One split of a `DataSet`.
 
     Attributes:
-        images: uint8, (n, h, w, channels).
-        labels: int64, (n,).
+        images: Pixels, uint8, (n, h, w, channels).
+        labels: Labels, int64, (n,).
     """
 
     images: Tensor
@@ -170,21 +179,21 @@ class Images:
         return len(self.labels)
 
     def take(self, index: Tensor) -> Images:
-        """Returns a copy of the images at the places `index`, in that order."""
+        """Returns a copy of the images at the indices `index`, in that order."""
         return Images(self.images[index], self.labels[index])
 
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """A data set in memory, or mapped into it from a file.
+    """A dataset of decoded images, in memory or mapped into it from a file.
 
     Attributes:
-        name: of the data set.
-        train: what to train on.
-        test: what to test on.
-        classes: their names; a label is a place here.
-        mean: per channel, black is 0 and white 1; computed from `train` if not given.
-        std: likewise.
+        name: Name of the dataset.
+        train: Training split.
+        test: Test split.
+        classes: Names of the classes; a label is an index into them.
+        mean: Mean per channel, where black is 0 and white 1; by default that of `train`.
+        std: Standard deviation per channel; by default that of `train`.
     """
 
     name: str
@@ -197,17 +206,17 @@ class DataSet:
     def __post_init__(self) -> None:
         for split in (self.train, self.test):
             if not len(split):
-                raise ValueError(f"data set {self.name!r} has a split without images")
+                raise ValueError(f"dataset {self.name!r} has a split without images")
             low, high = split.labels.aminmax()
             if low < 0 or high >= len(self.classes):
                 raise ValueError(
-                    f"data set {self.name!r} has labels from {int(low)} to {int(high)}: "
+                    f"dataset {self.name!r} has labels from {int(low)} to {int(high)}: "
                     f"with {len(self.classes)} classes needed is 0 to {len(self.classes) - 1}"
                 )
         train, test = (tuple(split.images.shape[1:]) for split in (self.train, self.test))
         if train != test:
             raise ValueError(
-                f"data set {self.name!r} trains on images of (h, w, channels) {train}, "
+                f"dataset {self.name!r} trains on images of (h, w, channels) {train}, "
                 f"tests on {test}"
             )
         if not self.mean or not self.std:
@@ -222,9 +231,9 @@ class DataSet:
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and standard deviation per channel; black is 0, white 1.
+    """Returns the mean and the standard deviation per channel, where black is 0 and white 1.
 
-    A channel of one value has the deviation 1, so that dividing by it does no harm.
+    The deviation of a constant channel is given as 1, so that dividing by it does no harm.
     """
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
@@ -241,14 +250,15 @@ Data = TypeVar("Data", DataSet, EncodedDataset)
 
 
 def hold_out(data: Data, fraction: float = 0.1, seed: int = 0) -> Data:
-    """Returns `data` with a part of its training images, every class alike, to test on.
+    """Returns a dataset with a part of the training images, every class alike, as test split.
 
-    The test images are left out; mean and standard deviation stay as they were.
+    The test images of `data` are left out; mean and standard deviation stay as they are.
 
     Args:
-        data: to split.
-        fraction: of every class that is tested on; at least one image of it is trained on.
-        seed: of the choice.
+        data: Dataset whose training split is divided.
+        fraction: Fraction of every class to test on; at least one image of a class is left to
+            train on.
+        seed: Seed of the choice.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"fraction {fraction!r} is not between 0 and 1")

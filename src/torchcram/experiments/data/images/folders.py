@@ -1,4 +1,4 @@
-"""Data sets as class folders, <name>/<split>/<class>/..., on the disk or in .tar.xz archives."""
+"""Datasets in class folders, <name>/<split>/<class>/..., on the disk or in .tar.xz archives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchcram.experiments.data.images.datasets import (
     ImageFile,
 )
 
-TRAIN, TESTS = "train", ("test", "val")  # the first of the tests that is there is used
+TRAIN, TESTS = "train", ("test", "val")  # of the test splits, the first that exists is used
 ARCHIVE = ".tar.xz"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
 
@@ -29,10 +29,10 @@ Split = dict[str, list[EncodedImage]]  # by class
 
 
 def find_folder(name: str, folder: Path) -> Path | None:
-    """Returns the folder of the set: `folder`/`name`, or `folder` itself if that is its name."""
-    for found in (folder / name, folder):
-        if found.absolute().name == name and (found / TRAIN).is_dir():
-            return found
+    """Returns the folder of a dataset: `folder`/`name`, or `folder` if that is its name."""
+    for root in (folder / name, folder):
+        if root.absolute().name == name and (root / TRAIN).is_dir():
+            return root
     return None
 
 
@@ -48,26 +48,26 @@ def find_archives(name: str, folder: Path) -> list[Path]:
 
 def read_folder(root: Path) -> EncodedDataset:
     """Lists the images under `root`, which are decoded when needed."""
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     for split in (TRAIN, *TESTS):
         if (root / split).is_dir():
             classes = sorted(p for p in (root / split).iterdir() if p.is_dir() and _shown(p.name))
-            found[split] = {path.name: _files(path) for path in classes}
-    return _assembled(root.absolute().name, str(root), found)
+            splits[split] = {path.name: _files(path) for path in classes}
+    return _assembled(root.absolute().name, str(root), splits)
 
 
 def read_archives(name: str, archives: Sequence[Path]) -> EncodedDataset:
     """Reads the encoded images of all archives into memory; nothing is unpacked to the disk."""
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     seen: set[str] = set()
     for archive in archives:
         with _damage_named(archive):
-            _read_archive(name, archive, found, seen)
-    return _assembled(name, ", ".join(map(str, archives)), found)
+            _read_archive(name, archive, splits, seen)
+    return _assembled(name, ", ".join(map(str, archives)), splits)
 
 
 def folder_fingerprint(root: Path) -> str:
-    """Returns what changes when a file under `root` is added, removed, renamed or written."""
+    """Returns a text that changes if a file under `root` is added, removed, renamed or written."""
     digest = hashlib.sha256()
     for directory, subdirectories, files in os.walk(root, followlinks=True):
         subdirectories.sort()
@@ -78,13 +78,13 @@ def folder_fingerprint(root: Path) -> str:
 
 
 def archives_fingerprint(archives: Sequence[Path]) -> str:
-    """Returns what changes when an archive is added, removed, renamed or written."""
+    """Returns a text that changes if an archive is added, removed, renamed or written."""
     return "archives " + ", ".join(f"{path.name} {_stamp(path)}" for path in archives)
 
 
 def _stamp(path: Path) -> str:
-    found = path.stat()
-    return f"{found.st_size} {found.st_mtime_ns}"  # a bitmap keeps its size whatever it shows
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"  # the size of a bitmap says little
 
 
 def _shown(name: str) -> bool:
@@ -96,10 +96,10 @@ def _is_image(name: str) -> bool:
 
 
 def _files(folder: Path) -> list[EncodedImage]:
-    found: list[EncodedImage] = []
+    images: list[EncodedImage] = []
     for directory, _, files in os.walk(folder, followlinks=True):
-        found += [ImageFile(str(Path(directory, file))) for file in files if _is_image(file)]
-    return found
+        images += [ImageFile(str(Path(directory, file))) for file in files if _is_image(file)]
+    return images
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def _damage_named(archive: Path) -> Iterator[None]:
         raise ValueError(f"{archive} is damaged or no archive: {error}") from error
 
 
-def _read_archive(name: str, archive: Path, found: dict[str, Split], seen: set[str]) -> None:
-    # tarfile's own decompression takes a cut-off file for a complete one
+def _read_archive(name: str, archive: Path, splits: dict[str, Split], seen: set[str]) -> None:
+    # tarfile's own decompression takes a truncated file for a complete one
     with lzma.open(archive) as stream:
         with tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
@@ -120,7 +120,7 @@ def _read_archive(name: str, archive: Path, found: dict[str, Split], seen: set[s
                     continue
                 if member.isdir():
                     if len(parts) == 3 and _shown(parts[2]):
-                        found.setdefault(parts[1], {}).setdefault(parts[2], [])
+                        splits.setdefault(parts[1], {}).setdefault(parts[2], [])
                     continue
                 if len(parts) == 3 or not _shown(parts[2]) or not _is_image(parts[-1]):
                     continue
@@ -131,42 +131,42 @@ def _read_archive(name: str, archive: Path, found: dict[str, Split], seen: set[s
                 if str(PurePosixPath(member.name)) in seen:
                     raise ValueError(f"{where} is there twice")
                 seen.add(str(PurePosixPath(member.name)))
-                split = found.setdefault(parts[1], {})
+                split = splits.setdefault(parts[1], {})
                 split.setdefault(parts[2], []).append(ArchiveMember(where, content.read()))
         while stream.read(1 << 20):  # the checksum comes last
             pass
 
 
-def _assembled(name: str, where: str, found: Mapping[str, Split]) -> EncodedDataset:
-    """Checks what was found and numbers the classes in the order of their names."""
-    test = next((split for split in TESTS if found.get(split)), None)
-    if not found.get(TRAIN) or test is None:
-        there = ", ".join(sorted(split for split in found if found[split])) or "none"
+def _assembled(name: str, where: str, splits: Mapping[str, Split]) -> EncodedDataset:
+    """Checks the splits and numbers the classes in the order of their names."""
+    test = next((split for split in TESTS if splits.get(split)), None)
+    if not splits.get(TRAIN) or test is None:
+        there = ", ".join(sorted(split for split in splits if splits[split])) or "none"
         raise ValueError(
-            f"{where}: data set {name!r} needs class folders in {name}/{TRAIN} and in one of "
+            f"{where}: dataset {name!r} needs class folders in {name}/{TRAIN} and in one of "
             f"{' or '.join(f'{name}/{split}' for split in TESTS)}; with class folders are: {there}"
         )
     for split in (TRAIN, test):
-        for label, images in found[split].items():
+        for label, images in splits[split].items():
             if not images:
                 raise ValueError(f"{where}: class folder {name}/{split}/{label} has no images")
-    classes = tuple(sorted(found[TRAIN]))
-    unknown = sorted(set(found[test]) - set(classes))
+    classes = tuple(sorted(splits[TRAIN]))
+    unknown = sorted(set(splits[test]) - set(classes))
     if unknown:
         raise ValueError(
             f"{where}: {len(unknown)} classes of {name}/{test} are not in {name}/{TRAIN}: "
             f"{', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
         )
     return EncodedDataset(
-        name, _split(found[TRAIN], classes), _split(found[test], classes), classes
+        name, _numbered(splits[TRAIN], classes), _numbered(splits[test], classes), classes
     )
 
 
-def _split(found: Split, classes: tuple[str, ...]) -> EncodedImages:
+def _numbered(split: Split, classes: tuple[str, ...]) -> EncodedImages:
     images: list[EncodedImage] = []
     labels: list[int] = []
     for label, key in enumerate(classes):
-        # by name, so that a folder and an archive of it are the same data set
-        images += sorted(found.get(key, ()), key=lambda image: image.name)
-        labels += [label] * len(found.get(key, ()))
+        # by name, so that a folder and an archive of it are the same dataset
+        images += sorted(split.get(key, ()), key=lambda image: image.name)
+        labels += [label] * len(split.get(key, ()))
     return EncodedImages(tuple(images), torch.tensor(labels))

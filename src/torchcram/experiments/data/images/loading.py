@@ -1,4 +1,4 @@
-"""From the name of an image dataset to its images."""
+"""Loads image datasets by their names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIGITS = "digits"
 
 
 def dataset_names() -> dict[str, str]:
-    """Returns the data sets known by name, with a line on each; any class folder is one more."""
+    """Returns a line about each dataset that is known by name; class folders come on top."""
     return {
         DIGITS: "handwritten digits of scikit-learn, 8x8, grey, 10 classes",
         **{name: known.title for name, known in SETS.items()},
@@ -44,19 +44,20 @@ def load_data(
     download: bool = False,
     report: Report | None = None,
 ) -> DataSet | EncodedDataset:
-    """Loads a data set by its name.
+    """Loads a dataset by its name.
 
-    Images are decoded once, into one file beside the data (in the user's cache folder where that
-    is read-only), which is mapped into memory from then on. With the augmentation
-    "resized-crop-flip" they stay as they are, to be decoded while training.
+    Images are decoded once, into one file beside the data, or in the user's cache folder if that is
+    read-only; from then on the file is mapped into memory. With the augmentation
+    "resized-crop-flip" the images stay encoded and are decoded while training.
 
     Args:
-        config: name, augmentation and image size. The name is one of `dataset_names()`, or that of
+        config: Name, augmentation and image size. The name is one of `dataset_names()`, or that of
             a folder NAME/<split>/<class>/*.jpg or of archives of it, with the splits train and
             test or val.
-        folder: where the data lies: the data set's folder, or the one with that or the archives.
-        download: whether to download what torchvision can and the folder lacks.
-        report: called with a line before something that takes long.
+        folder: Folder that the data lies in: that of the dataset, or the one that contains it or
+            its archives.
+        download: Whether to download a missing dataset, if torchvision can.
+        report: Function that is called with a line of text before something that takes long.
     """
     check_augment(config.augment)
     if config.image_size is not None and config.image_size < 1:
@@ -64,9 +65,9 @@ def load_data(
     if config.name == DIGITS:
         return _digits(config)
     if folder is None:
-        raise ValueError(f"data set {config.name!r} needs the folder that the data lies in")
+        raise ValueError(f"dataset {config.name!r} needs the folder that the data lies in")
     if not config.name or Path(config.name).name != config.name or config.name == "..":
-        raise ValueError(f"data set {config.name!r} is not the name of a folder")
+        raise ValueError(f"dataset {config.name!r} is not the name of a folder")
     source = _find(config.name, folder, download)
     if config.augment == STREAMED:
         return _streamed(config, folder, source)
@@ -79,10 +80,10 @@ def load_data(
 
 
 def _digits(config: DataConfig) -> DataSet:
-    """Splits the digits as the demonstration does."""
+    """Returns the digits, split as in the demonstration."""
     if config.augment == STREAMED or config.image_size not in (None, 8):
         raise ValueError(
-            f"data set {DIGITS!r} is 8x8 and resident: augment {config.augment!r} with image_size "
+            f"dataset {DIGITS!r} is 8x8 and resident: augment {config.augment!r} with image_size "
             f"{config.image_size!r} does not go with it"
         )
     train, labels, test, test_labels = split_digits()
@@ -109,10 +110,10 @@ def _find(name: str, folder: Path, download: bool) -> Source | None:
             return None
         read = partial(read_torchvision, name, root, download=download)
         return Source(root, lambda: f"torchvision {known}", read)
-    found = find_folder(name, folder)
-    if found is not None:
-        root = found.absolute().parent
-        return Source(root, partial(folder_fingerprint, found), partial(read_folder, found))
+    own = find_folder(name, folder)
+    if own is not None:
+        root = own.absolute().parent
+        return Source(root, partial(folder_fingerprint, own), partial(read_folder, own))
     archives = find_archives(name, folder)
     if archives:
         fingerprint = partial(archives_fingerprint, archives)
@@ -124,13 +125,13 @@ def _missing(name: str, folder: Path) -> ValueError:
     known = SETS.get(name)
     if known is None:
         return ValueError(
-            f"data set {name!r} is not in {folder}: looked for {name}/train, {name}.tar.xz and "
+            f"dataset {name!r} is not in {folder}: looked for {name}/train, {name}.tar.xz and "
             f"{name}-train.tar.xz or {name}-train-1.tar.xz. Known by name are: "
             f"{', '.join(dataset_names())}"
         )
     how = "download it (--download)" if known.downloadable else "it cannot be downloaded"
     return ValueError(
-        f"data set {name!r} is not in {folder}: looked for {known.folder}, as torchvision's "
+        f"dataset {name!r} is not in {folder}: looked for {known.folder}, as torchvision's "
         f"{known.loader} has it; {how}"
     )
 

@@ -1,4 +1,4 @@
-"""Packed files: a dataset decoded once into one file that is mapped into memory."""
+"""Packed files: all images of a dataset, decoded once into a file that is mapped into memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchcram.experiments.data.images.datasets import (
 from torchcram.experiments.io.cache import cached, open_cache, write_cache
 
 FORMAT = "torchcram images 1"
-CHUNK = 64  # images decoded by a thread at a time
-SMALL = 96 * 96  # pixels; to decode fewer takes less time than to change threads
+CHUNK = 64  # images that a thread decodes at a time
+SMALL = 96 * 96  # pixels; images with fewer are decoded faster than threads are switched
 
 
 def packed_name(name: str, image_size: int | None) -> str:
-    """Returns what the packed file is called."""
+    """Returns the name of the packed file of a dataset."""
     return f"{name}.{image_size or 'native'}.packed.safetensors"
 
 
@@ -36,9 +36,9 @@ def pack(data: EncodedDataset, image_size: int | None = None) -> DataSet:
     """Decodes all images into memory.
 
     Args:
-        data: to decode.
-        image_size: images are scaled to this at their short side and cut at the centre; None:
-            they are as they are, and of one size.
+        data: Dataset to decode.
+        image_size: Size that the short side is scaled to before the centre is cut out. None leaves
+            the images as they are; all must have the same size then.
     """
     first = data.train.images[0]
     wide, high = (image_size, image_size) if image_size else decode(first).size
@@ -59,21 +59,21 @@ def _decoded(
     out = torch.empty((len(images), high, wide, 3), dtype=torch.uint8)
 
     def work(start: int) -> None:
-        for place in range(start, min(start + CHUNK, len(images))):
-            image = decode(images[place])
+        for index in range(start, min(start + CHUNK, len(images))):
+            image = decode(images[index])
             if image_size:
                 image = resized(image, image_size)
             if image.size != (wide, high):
                 raise ValueError(
-                    f"{images[place].name} is {image.width}x{image.height}, but {first.name} "
+                    f"{images[index].name} is {image.width}x{image.height}, but {first.name} "
                     f"is {wide}x{high}: images of several sizes need image_size"
                 )
-            out[place] = pixels(image)
+            out[index] = pixels(image)
 
     small = not image_size and wide * high < SMALL
     with ThreadPoolExecutor(1 if small else os.cpu_count()) as pool:
         for _ in pool.map(work, range(0, len(images), CHUNK)):
-            pass  # raises what was raised
+            pass  # an error of a thread is raised here
     return out
 
 
@@ -121,7 +121,7 @@ def read_packed(
     expected = {"format": FORMAT, "name": name, "image_size": image_size}
     if source is not None:
         expected["source"] = source
-    with open_cache(path, f"the packed data set {name!r}", expected) as (file, description):
+    with open_cache(path, f"the packed dataset {name!r}", expected) as (file, description):
         train, test = (
             Images(file.get_tensor(f"{split}.images"), file.get_tensor(f"{split}.labels"))
             for split in ("train", "test")
@@ -135,13 +135,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """Files of a data set that were found.
+    """Files that a dataset is read from.
 
     Attributes:
-        folder: that they lie in.
-        fingerprint: tells them from others.
-        read: lists or reads the images.
-        streams: whether images can be read one by one, in any order.
+        folder: Folder that the files lie in.
+        fingerprint: Function that returns a text which changes with the files.
+        read: Function that lists or reads the images.
+        streams: Whether images can be read one by one, in any order.
     """
 
     folder: Path
@@ -151,12 +151,12 @@ class Source:
 
 
 def packed_alone(name: str, image_size: int | None, folder: Path) -> DataSet | None:
-    """Reads a packed file whose source is not there, or no more; None if there is none."""
-    places = [folder]
+    """Reads a packed file whose source is missing; returns None if there is no such file."""
+    folders = [folder]
     if folder.absolute().name == name:
-        places.append(folder.absolute().parent)
-    for place in places:
-        path = place / packed_name(name, image_size)
+        folders.append(folder.absolute().parent)
+    for candidate in folders:
+        path = candidate / packed_name(name, image_size)
         if path.is_file():
             return read_packed(path, name=name, image_size=image_size)
     return None
@@ -165,15 +165,15 @@ def packed_alone(name: str, image_size: int | None, folder: Path) -> DataSet | N
 def packed(
     name: str, image_size: int | None, source: Source, *, report: Report | None = None
 ) -> DataSet:
-    """Reads the packed file of `source`, made before if it is missing, damaged or of other files.
+    """Reads the packed file of a source; makes it first if it is missing, damaged or out of date.
 
-    It lies beside the source, or in the user's cache folder where that is read-only.
+    It lies beside the source, or in the user's cache folder if that is read-only.
 
     Args:
-        name: of the data set.
-        image_size: to pack it with; None: as the images are.
-        source: what to pack.
-        report: called with a line before packing.
+        name: Name of the dataset.
+        image_size: Size to pack the images with; None leaves them as they are.
+        source: Files that the dataset is read from.
+        report: Function that is called with a line of text before packing.
     """
     fingerprint = source.fingerprint()
 

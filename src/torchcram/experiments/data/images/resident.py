@@ -1,4 +1,4 @@
-"""Batches out of a dataset that lives on the device as a whole, augmented there."""
+"""Batches of a dataset that is kept on the device as a whole and augmented there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ AUGMENTS = (*RESIDENT, STREAMED)
 
 
 def check_augment(augment: str, allowed: tuple[str, ...] = AUGMENTS) -> None:
-    """Refuses what is not one of `allowed`."""
+    """Raises ValueError if an augmentation is not one of `allowed`."""
     if augment not in allowed:
         raise ValueError(f"augment {augment!r} is not one of {', '.join(map(repr, allowed))}")
 
 
 def margins(augment: str, height: int, width: int) -> tuple[int, int]:
-    """Returns how many black pixels go above and below an image, and left and right of it."""
+    """Returns the numbers of black rows above and below an image and of columns at its sides."""
     check_augment(augment, RESIDENT)
     if augment == "none":
         return 0, 0
@@ -39,14 +39,14 @@ def draw(
     """Draws a crop, and whether to flip it, for each of `count` images.
 
     Args:
-        count: of images.
-        augment: one of `RESIDENT`.
-        size: height and width of an image without its margins.
-        generator: to draw from.
+        count: Number of images.
+        augment: Augmentation, one of `RESIDENT`.
+        size: Height and width of an image without its margins.
+        generator: Generator to draw from.
 
     Returns:
-        The first pixel to read, as a place in the padded and flattened image, and the direction
-        to read a row in: 1, or -1 if it is flipped.
+        Index of the first pixel to read in the padded and flattened image, and the direction to
+        read a row in: 1, or -1 if it is flipped.
     """
     height, width = size
     above, aside = margins(augment, height, width)
@@ -57,17 +57,16 @@ def draw(
     return first, 1 - 2 * flip
 
 
-NO_LABEL = -100  # what cross_entropy ignores
+NO_LABEL = -100  # the label that cross_entropy ignores
 
 
 class ResidentBatches:
     """Batches of normalised, augmented images, put together on the device.
 
-    They can be read in a CUDA graph, see `CapturableBatches`; all have one shape.
-
-    All that is random in an epoch is drawn ahead by `start_epoch` and lies in tensors that stay
-    where they are, so that a CUDA graph with `batch` in it serves every epoch. The draws depend on
-    the seed and the epoch only; the values are the same, bit for bit, on every device.
+    `start_epoch` draws all random numbers of an epoch ahead, into tensors whose addresses never
+    change, so that a CUDA graph that contains `batch` serves every epoch (see `CapturableBatches`;
+    all batches have one shape). The draws depend on the seed and the epoch only; the values are the
+    same, bit for bit, on every device.
     """
 
     has_one_shape = True
@@ -88,24 +87,27 @@ class ResidentBatches:
         """Copies the images to the device.
 
         Args:
-            images: of one split.
-            batch_size: a smaller data set is one batch.
-            augment: "none"; "shift": moved by up to a pixel; "crop-flip": moved by up to an eighth
-                of the size, and flipped left to right or not. Black fills up. Training only.
-            mean: per channel; black is 0, white 1.
-            std: likewise.
-            device: where the images are kept and batches are made.
-            seed: of order and augmentation.
-            train: in random order, without the last batch if it is incomplete; else in the order
-                of the images, with it, and not augmented.
+            images: Images of one split.
+            batch_size: Number of images in a batch; a smaller dataset is one batch.
+            augment: Augmentation of training images: "none"; "shift", moved by up to a pixel;
+                "crop-flip", moved by up to an eighth of the size, and flipped left to right or not.
+                Gaps are black.
+            mean: Mean per channel, where black is 0 and white 1.
+            std: Standard deviation per channel, in the same unit.
+            device: Device that the images are kept on and batches are made on.
+            seed: Seed of order and augmentation.
+            train: Whether the order is random, the images are augmented, and an incomplete last
+                batch is left out; otherwise all images come in their order, as they are.
             shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         check_augment(augment, RESIDENT)
         count, height, width, channels = images.images.shape
         if batch_size < 1 or not count:
-            raise ValueError(f"batch size {batch_size} of {count} images: both are at least 1")
+            raise ValueError(f"batch size {batch_size} of {count} images: both must be at least 1")
         if len(mean) != channels or len(std) != channels:
-            raise ValueError(f"mean {mean} and std {std} are not of {channels} channels")
+            raise ValueError(
+                f"mean {mean} and std {std} must have {channels} values, one per channel"
+            )
         self.train = train
         self.batch_size = min(batch_size, count)
         self._steps = count // self.batch_size if train else -(-count // self.batch_size)
@@ -118,7 +120,7 @@ class ResidentBatches:
         above, aside = margins(self._augment, height, width)
         pixels = images.images.to(device)
         if above or aside:
-            # padded once, a crop never leaves its image
+            # padded once, so that a crop never leaves its image
             pixels = F.pad(pixels, (0, 0, aside, aside, above, above))
         self._area = pixels.shape[1] * pixels.shape[2]
         self._pixels = pixels.reshape(-1, channels)
@@ -135,11 +137,11 @@ class ResidentBatches:
         self.start_epoch(0)
 
     def __len__(self) -> int:
-        """Returns the batches of an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self._numbers)
 
     def start_epoch(self, epoch: int) -> None:
-        """Draws order, crops and flips of the epoch and copies them to where `batch` reads them."""
+        """Draws order, crops and flips of an epoch, and copies them to the tensors of `batch`."""
         count, needed = len(self._source), self._steps * self.batch_size
         generator = seeded(self._seed, epoch)
         if self.train:
@@ -174,26 +176,26 @@ class ResidentBatches:
     def batch(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Returns images, (b, channels, h, w) in channels_last, and labels of one batch.
 
-        Runs on the device alone: nothing waits for the host, shapes are the same for every step.
-        Where the last batch of a test is incomplete, its last image is repeated with the label
-        `NO_LABEL`.
+        It runs on the device alone: nothing waits for the host, and shapes are the same for every
+        step. An incomplete last test batch is filled with copies of its last image that have the
+        label `NO_LABEL`.
 
         Args:
-            step: which batch of the epoch, int64, of no dimensions, on the device.
+            step: Number of the batch in the epoch, a scalar int64 tensor on the device.
         """
-        place = step.view(1)
-        first = self._first.index_select(0, place).view(-1, 1, 1)
-        direction = self._direction.index_select(0, place).view(-1, 1, 1)
+        row = step.view(1)
+        first = self._first.index_select(0, row).view(-1, 1, 1)
+        direction = self._direction.index_select(0, row).view(-1, 1, 1)
         read = first + self._rows + direction * self._columns  # (b, h, w)
         pixels = self._pixels.index_select(0, read.flatten())
-        # row by row, since a CPU is slow with an innermost dimension of three
+        # whole rows, since a CPU is slow with an innermost dimension of three
         values = pixels.view(len(first), self._size[0], -1).float()
         values = values.sub_(self._mean).mul_(self._scale)  # two roundings on every device
         images = values.view(len(first), *self._size, -1).permute(0, 3, 1, 2)
-        return images, self._labels.index_select(0, place).view(-1)
+        return images, self._labels.index_select(0, row).view(-1)
 
     def epoch(self, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the batches of an epoch; the last one of a test may be smaller."""
+        """Yields the batches of an epoch; the last test batch may be smaller."""
         self.start_epoch(epoch)
         steps = torch.arange(self._steps, device=self._first.device)
         for number in self._numbers:
@@ -203,5 +205,5 @@ class ResidentBatches:
 
 
 def _row(values: Sequence[float] | Tensor, width: int) -> Tensor:
-    """Returns a value per channel, for pixels of 0 to 255, as a row of an image."""
+    """Returns values per channel as a row of an image, scaled to pixels of 0 to 255."""
     return torch.as_tensor(values, dtype=torch.float64).mul(255).float().cpu().repeat(width)

@@ -1,4 +1,4 @@
-"""Batches out of image files that are decoded while training."""
+"""Batches of encoded images, which are decoded while training."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import global_seed, mixed, seeded
 
 MAX_WORKERS = 16
-MARGIN = 256 / 224  # short side of a test image before its centre is cut out, in sizes
+MARGIN = 256 / 224  # short side of a test image before the crop, relative to image_size
 
-AugmentedIndex = tuple[int, int]  # which image, and the seed of its augmentation
+AugmentedIndex = tuple[int, int]  # index of an image, and the seed of its augmentation
 
 
 class StreamBatches:
     """Batches of normalised images; order and augmentation depend on seed and epoch only.
 
-    Every image is augmented with random numbers of its own, so that the number of workers does
-    not matter.
+    Every image is augmented with a seed of its own, so that the number of workers does not matter.
     """
 
     def __init__(
@@ -45,25 +44,26 @@ class StreamBatches:
         """Sets up the workers, which start with the first epoch.
 
         Args:
-            images: of one split.
-            batch_size: a smaller data set is one batch.
-            augment: "resized-crop-flip", a random part of the image at a random scale, flipped left
-                to right or not; "none", its centre. Training only.
-            image_size: of what is cut out.
-            mean: per channel; black is 0, white 1.
-            std: likewise.
-            device: where the batches go.
-            seed: of order and augmentation.
-            train: in random order, without the last batch if it is incomplete; else in the order
-                of the images, with it, and not augmented.
-            workers: processes that decode; 0: this one; None: as many as there are cores.
+            images: Images of one split.
+            batch_size: Number of images in a batch; a smaller dataset is one batch.
+            augment: Augmentation of training images: "resized-crop-flip", a random part of the
+                image at a random scale, flipped left to right or not; "none", its centre.
+            image_size: Height and width of the crop.
+            mean: Mean per channel, where black is 0 and white 1.
+            std: Standard deviation per channel, in the same unit.
+            device: Device that the batches are put on.
+            seed: Seed of order and augmentation.
+            train: Whether the order is random, the images are augmented, and an incomplete last
+                batch is left out; otherwise all images come in their order, cut at the centre.
+            workers: Number of processes that decode. 0 decodes in this process; None takes as many
+                as there are cores.
             shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         check_augment(augment, ("none", STREAMED))
         if min(batch_size, image_size, len(images)) < 1:
             raise ValueError(
                 f"batch size {batch_size} of {len(images)} images of size {image_size}: "
-                "all are at least 1"
+                "all must be at least 1"
             )
         self._plan = _Plan(len(images), min(batch_size, len(images)), seed, train, shard)
         self._device = torch.device(device)
@@ -77,11 +77,11 @@ class StreamBatches:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self._device.type == "cuda",
-            generator=torch.Generator(),  # else the global one is drawn from
+            generator=torch.Generator(),  # the global one stays untouched
         )
 
     def __len__(self) -> int:
-        """Returns the batches of an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self._plan)
 
     def epoch(self, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -95,7 +95,7 @@ class StreamBatches:
 
 
 class _Plan(Sampler[list[AugmentedIndex]]):
-    """Which images make up the batches of an epoch, each with a seed."""
+    """Samples the batches of an epoch: indices of images, each with a seed."""
 
     def __init__(self, count: int, batch_size: int, seed: int, train: bool, shard: Shard) -> None:
         self.epoch = 0
@@ -114,11 +114,11 @@ class _Plan(Sampler[list[AugmentedIndex]]):
             order = torch.randperm(self._count, generator=seeded(self._seed, self.epoch))
         for number in self._numbers:
             chosen = order[number * self._batch_size :][: self._batch_size][self._places]
-            yield [(place, mixed(self._seed, self.epoch, place)) for place in chosen.tolist()]
+            yield [(index, mixed(self._seed, self.epoch, index)) for index in chosen.tolist()]
 
 
 class _Decoded(Dataset[tuple[Tensor, int]]):
-    """Decodes, cuts and augments one image at a time."""
+    """Decodes, crops and augments one image at a time."""
 
     def __init__(self, images: EncodedImages, image_size: int, *, augment: bool) -> None:
         from torchvision.transforms import v2
@@ -131,12 +131,12 @@ class _Decoded(Dataset[tuple[Tensor, int]]):
         self._transform = v2.Compose([*cut, v2.PILToTensor()])
 
     def __getitem__(self, index: AugmentedIndex) -> tuple[Tensor, int]:
-        place, seed = index
-        image = decode(self._images[place])
-        with global_seed(seed):  # which torchvision draws by
-            return self._transform(image), int(self._labels[place])
+        number, seed = index
+        image = decode(self._images[number])
+        with global_seed(seed):  # torchvision draws from the global generator
+            return self._transform(image), int(self._labels[number])
 
 
 def _channels(values: Sequence[float] | Tensor) -> Tensor:
-    """Returns a value per channel, for pixels of 0 to 255, to broadcast over a batch."""
+    """Returns values per channel, scaled to pixels of 0 to 255, to broadcast over a batch."""
     return torch.as_tensor(values, dtype=torch.float64).mul(255).float().cpu().view(1, -1, 1, 1)

@@ -1,4 +1,4 @@
-"""The data sets that torchvision knows how to get: CIFAR and those for transfer."""
+"""Datasets of torchvision: CIFAR, and those that models are transferred to."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TorchvisionSet:
-    """How torchvision is asked for a data set.
+    """How a dataset is loaded by torchvision.
 
     Attributes:
-        title: in a line.
-        loader: class in torchvision.datasets.
-        folder: that the files are in, inside the data folder.
-        train: arguments for each part of the training split.
-        test: arguments for the test split; None: there is one split, divided by `per_class`.
-        labels: attribute with the labels, or with pairs of a file and a label.
-        per_class: images of every class to train on and to test on, None: all others.
-        downloadable: whether the files can still be downloaded.
+        title: Line about the dataset.
+        loader: Name of the class in torchvision.datasets.
+        folder: Folder of the files inside the data folder.
+        train: Arguments for each part of the training split.
+        test: Arguments for the test split; None where a single split is divided by `per_class`.
+        labels: Name of the attribute with the labels, or with pairs of a file and a label.
+        per_class: Numbers of images per class to train on and to test on; None takes all others.
+        downloadable: Whether the files can still be downloaded.
     """
 
     title: str
@@ -127,12 +127,12 @@ SETS: Mapping[str, TorchvisionSet] = {
 
 
 def read_torchvision(name: str, root: Path, *, download: bool) -> EncodedDataset:
-    """Lists the images of the data set `name` in the data folder `root`.
+    """Lists the images of a dataset of torchvision.
 
     Args:
-        name: a key of `SETS`.
-        root: the folder with the data set's own folder.
-        download: whether to get what is missing; torchvision checks what it got.
+        name: Name of the dataset, a key of `SETS`.
+        root: Data folder, which contains the folder of the dataset.
+        download: Whether to download a missing dataset; torchvision checks its files.
     """
     known = SETS[name]
     train = [_open(name, root, arguments, download) for arguments in known.train]
@@ -146,7 +146,7 @@ def read_torchvision(name: str, root: Path, *, download: bool) -> EncodedDataset
             torch.cat([part.labels for part in parts]),
         )
         tested = _encoded_images(name, _open(name, root, known.test, download))
-    if classes is None:  # Flowers102 of older versions names none
+    if classes is None:  # Flowers102 of older versions has no names
         classes = [str(label) for label in range(int(learnt.labels.max()) + 1)]
     return EncodedDataset(name, learnt, tested, tuple(classes))
 
@@ -158,21 +158,21 @@ def _open(name: str, root: Path, arguments: Arguments, download: bool) -> Any:  
     try:
         return loader(str(root), **arguments, download=download)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"data set {name!r} cannot be read from {root}: {error}") from error
+        raise ValueError(f"dataset {name!r} cannot be read from {root}: {error}") from error
 
 
 def _encoded_images(name: str, dataset: Any) -> EncodedImages:  # noqa: ANN401
     values = getattr(dataset, SETS[name].labels)
     labels = [int(value[1] if isinstance(value, tuple) else value) for value in values]
     order: Sequence[int] = range(len(labels))
-    if name == "sun397":  # torchvision lists the files as the disk has them
+    if name == "sun397":  # torchvision lists the files in the order of the file system
         order = sorted(order, key=lambda index: dataset._image_files[index].as_posix())
     images = tuple(TorchvisionItem(f"image {index} of {name}", dataset, index) for index in order)
     return EncodedImages(images, torch.tensor([labels[index] for index in order]))
 
 
 def _divided(name: str, whole: EncodedImages) -> tuple[EncodedImages, EncodedImages]:
-    """Draws the images of every class to train and to test on, the same every time."""
+    """Divides the images of every class at random, the same way every time."""
     generator = seeded("split", name)
     train, test = [], []
     count, rest = SETS[name].per_class

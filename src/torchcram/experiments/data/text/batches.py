@@ -1,4 +1,4 @@
-"""Batches of texts that live on the device as a whole, padded to few lengths."""
+"""Batches of texts that are kept on the device as a whole, padded to a few lengths."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torchcram.experiments.data.text.datasets import Texts
 from torchcram.experiments.ranks import WHOLE, Shard
 from torchcram.experiments.seeds import seeded
 
-# what sequences are padded to: few, so that there are few shapes; closer where they are short
+# lengths that sequences are padded to: few, so that there are few shapes
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, *range(256, 1 << 14, 64))
-TEST_TOKENS = 1 << 15  # of a test batch, about
+TEST_TOKENS = 1 << 15  # approximate number of tokens in a test batch
 
 
 class TextBatches:
-    """Batches of sequences of about one length, put together on the device.
+    """Batches of sequences of similar length, put together on the device.
 
-    Sequences are taken by their length rounded up to one of `LENGTHS`, and what is left over of one
-    length goes to the next one, so that an epoch has as many batches as if they were of any length.
-    The order depends on the seed and the epoch only.
+    Sequences are grouped by their length, rounded up to one of `LENGTHS`; those that do not fill a
+    batch join the next longer group, so that an epoch has as many batches as without groups. The
+    order depends on the seed and the epoch only.
 
-    Where `Texts.parts` says so, an epoch here is only a part of one: of four, epoch 5 is the second
-    quarter of epoch 1. All have as many batches; a few may be left over.
+    If `Texts.parts` is more than 1, an epoch here is a part of an epoch: with four parts, epoch 5
+    is the second quarter of epoch 1. All parts have the same number of batches; a few batches may
+    be left out.
 
     Training batches can be read in CUDA graphs, see `CapturableBatches`: a graph per length.
     """
@@ -44,24 +45,27 @@ class TextBatches:
         """Copies the tokens to the device.
 
         Args:
-            texts: of one split.
-            batch_size: in training; fewer sequences are one batch.
-            device: where the tokens are kept and batches are made.
-            seed: of the order.
-            train: in random order, without the last few sequences where they make no batch; else
-                all of them, the short ones first, in batches of a size that suits their length.
+            texts: Sequences of one split.
+            batch_size: Number of sequences in a training batch; fewer sequences are one batch.
+            device: Device that the tokens are kept on and batches are made on.
+            seed: Seed of the order.
+            train: Whether the order is random, and the last few sequences are left out if they do
+                not fill a batch; otherwise all come, short ones first, in batches of a size that
+                suits their length.
             shard: Rows of every training batch, or whole test batches, that this rank takes.
         """
         count = len(texts)
         if batch_size < 1 or not count:
-            raise ValueError(f"batch size {batch_size} of {count} sequences: both are at least 1")
+            raise ValueError(
+                f"batch size {batch_size} of {count} sequences: both must be at least 1"
+            )
         self.texts, self.train = texts, train
         self.batch_size = min(batch_size, count)
         self._seed, self._shard = seed, shard
         self._lengths = texts.lengths
         self._rounded = rounded(self._lengths)
         if train:
-            shard.within(self.batch_size)  # refuses what cannot be divided
+            shard.within(self.batch_size)  # raises an error if it cannot be divided
         parts = texts.parts if train else 1
         if count // self.batch_size < parts:
             raise ValueError(f"{count // self.batch_size} batches do not make {parts} parts")
@@ -70,18 +74,18 @@ class TextBatches:
         self._starts = (texts.ends - self._lengths).to(device)
         self._counts, self._labels = self._lengths.to(device), texts.labels.to(device)
         self._places: list[Tensor] = []
-        self.lengths: list[int] = []  # of the batches of the epoch
+        self.lengths: list[int] = []  # padded lengths of the batches of the epoch
         self._next = 0  # number of the next batch
         self.start_epoch(0)
         # where every graph reads which sequences are in its batch
         self._staged = torch.empty_like(self._places[0]) if train else torch.empty(0)
 
     def __len__(self) -> int:
-        """Returns the batches of an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self.lengths)
 
     def start_epoch(self, epoch: int) -> None:
-        """Draws the order of the epoch and copies it to the device."""
+        """Draws the order of an epoch and copies it to the device."""
         device = self._tokens.device
         self._next = 0
         if self.train:
@@ -90,7 +94,7 @@ class TextBatches:
             count = len(batches) // self._parts
             batches = batches[section * count : (section + 1) * count]
         elif self._places:
-            return  # always the same
+            return  # test batches are always the same
         else:
             batches = self._in_order()
         self.lengths = [int(self._rounded[places].max()) for places in batches]
@@ -101,13 +105,13 @@ class TextBatches:
             self._places = [places.to(device) for places in batches]
 
     def of_every_length(self) -> dict[int, Tensor]:
-        """Returns a training batch of every length there is, in whichever part of an epoch."""
+        """Returns indices of a training batch of every padded length that occurs."""
         device, kept = self._tokens.device, self._shard.within(self.batch_size)
-        found = self._drawn(seeded(self._seed, 0))
-        return {int(self._rounded[one].max()): one[kept].to(device) for one in found}
+        batches = self._drawn(seeded(self._seed, 0))
+        return {int(self._rounded[batch].max()): batch[kept].to(device) for batch in batches}
 
     def places(self, number: int) -> Tensor:
-        """Returns which sequences are in a batch, on the device."""
+        """Returns the indices of the sequences of a batch, on the device."""
         return self._places[number]
 
     def stage_each_shape(self) -> Iterator[int]:
@@ -130,16 +134,16 @@ class TextBatches:
         """Returns (b, 2, t) tokens and their kinds as int32, 0 at padding, and the labels.
 
         Args:
-            number: which batch of the epoch, from 0.
+            number: Number of the batch in the epoch, from 0.
         """
         return self.at(self._places[number], self.lengths[number])
 
     def at(self, places: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Returns a batch of the sequences at `places`; runs on the device alone.
+        """Returns a batch of the sequences at the indices `places`; runs on the device alone.
 
         Args:
-            places: int64, (b,), on the device.
-            length: that all are padded to; none may be longer.
+            places: Indices of sequences, int64, (b,), on the device.
+            length: Length that all are padded to; none may be longer.
         """
         steps = torch.arange(length, device=places.device)
         present = steps < self._counts[places].unsqueeze(1)  # (b, t)
@@ -156,14 +160,14 @@ class TextBatches:
 
     @property
     def padding(self) -> float:
-        """The fraction of the tokens of the epoch that is padding."""
+        """Fraction of the tokens of the epoch that is padding."""
         real = sum(int(self._counts[places].sum()) for places in self._places)
         return 1 - real / sum(
             len(places) * length for places, length in zip(self._places, self.lengths, strict=True)
         )
 
     def _drawn(self, generator: torch.Generator) -> list[Tensor]:
-        """Returns the places of every batch, batches and sequences in random order."""
+        """Returns the indices of every batch, batches and sequences in random order."""
         order = torch.randperm(len(self._lengths), generator=generator)
         batches: list[Tensor] = []
         left = order[:0]
@@ -172,7 +176,7 @@ class TextBatches:
             whole = len(alike) // self.batch_size * self.batch_size
             batches += alike[:whole].split(self.batch_size) if whole else ()
             left = alike[whole:]
-        return [batches[place] for place in torch.randperm(len(batches), generator=generator)]
+        return [batches[index] for index in torch.randperm(len(batches), generator=generator)]
 
     def _in_order(self) -> list[Tensor]:
         order = self._lengths.argsort(stable=True)
@@ -184,10 +188,10 @@ class TextBatches:
 
 
 def rounded(lengths: Tensor) -> Tensor:
-    """Returns lengths rounded up to one of `LENGTHS`, none beyond the longest of them."""
+    """Returns lengths rounded up to one of `LENGTHS`, but not beyond the greatest length."""
     steps = torch.tensor(LENGTHS)
-    place = torch.searchsorted(steps, lengths).clamp_(max=len(steps) - 1)
-    return torch.maximum(steps[place], lengths).clamp_(max=int(lengths.max()))
+    index = torch.searchsorted(steps, lengths).clamp_(max=len(steps) - 1)
+    return torch.maximum(steps[index], lengths).clamp_(max=int(lengths.max()))
 
 
 def padding(texts: Texts, batch_size: int) -> float:

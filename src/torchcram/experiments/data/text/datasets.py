@@ -15,12 +15,12 @@ CONTEXT = 4  # added to the kind of a token that may be in an answer
 
 @dataclass(frozen=True)
 class References:
-    """What answers to questions are scored against.
+    """Right answers, which the answers of a model are scored against.
 
     Attributes:
-        contexts: the paragraphs.
-        context_of: for every question, the place of its paragraph.
-        answers: for every question, the texts of the right answers.
+        contexts: Paragraphs that the questions are about.
+        context_of: Index of the paragraph of each question.
+        answers: Texts of the right answers to each question.
     """
 
     contexts: tuple[str, ...]
@@ -30,20 +30,22 @@ class References:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """One split: token sequences one after another, none of them padded.
+    """One split: token sequences one after another, without padding.
 
-    A question about a long paragraph is several sequences, windows on the paragraph.
+    A question about a long paragraph is several sequences, one for each window on the paragraph.
 
     Attributes:
-        tokens: int32, (t,), of all sequences.
-        kinds: uint8, (t,): 1 + the token type, and `CONTEXT` more where it may be in an answer.
-        ends: int64, (n,): where each sequence ends in `tokens`.
-        labels: int64: (n,) classes, or (n, 2) the first and the last token of the answer.
-        examples: int64, (n,): which question or pair of sentences a sequence is of.
-        offsets: int32, (t, 2): the characters of the context that a token stands for; (0, 2) for
-            sentences.
-        gold: for questions.
-        parts: that training batches divide an epoch into; what they call one is a part then.
+        tokens: Tokens of all sequences, int32, (t,).
+        kinds: Kinds of the tokens, uint8, (t,): 1 + the token type, plus `CONTEXT` if the token may
+            be in an answer.
+        ends: Index in `tokens` after the end of each sequence, int64, (n,).
+        labels: Classes, int64, (n,); or the first and the last token of the answer, (n, 2).
+        examples: Index of the question or pair of sentences of each sequence, int64, (n,).
+        offsets: Characters of the context that a token stands for, int32, (t, 2): the first, and
+            after the last; (0, 2) for sentences.
+        references: Right answers to questions; None for sentences.
+        parts: Number of parts that training batches divide an epoch into, each of which they count
+            as an epoch.
     """
 
     tokens: Tensor
@@ -60,43 +62,43 @@ class Texts:
 
     @property
     def lengths(self) -> Tensor:
-        """The tokens of each sequence, int64, (n,)."""
+        """Number of tokens of each sequence, int64, (n,)."""
         return self.ends.diff(prepend=self.ends.new_zeros(1))
 
     @property
     def count(self) -> int:
-        """How many questions or pairs of sentences there are."""
+        """Number of questions or pairs of sentences."""
         return len(self.examples.unique())
 
     def take(self, index: Tensor) -> Texts:
-        """Returns a copy of the sequences at the places `index`, in that order."""
+        """Returns a copy of the sequences at the indices `index`, in that order."""
         lengths = self.lengths[index]
         ends = lengths.cumsum(0)
-        places = torch.arange(int(lengths.sum())) + (self.ends[index] - ends).repeat_interleave(
-            lengths
-        )
+        shift = (self.ends[index] - ends).repeat_interleave(lengths)
+        chosen = torch.arange(int(lengths.sum())) + shift
         return replace(
             self,
-            tokens=self.tokens[places],
-            kinds=self.kinds[places],
+            tokens=self.tokens[chosen],
+            kinds=self.kinds[chosen],
             ends=ends,
             labels=self.labels[index],
             examples=self.examples[index],
-            offsets=self.offsets[places] if len(self.offsets) else self.offsets,
+            offsets=self.offsets[chosen] if len(self.offsets) else self.offsets,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class TextSet:
-    """A tokenised data set.
+    """A tokenised dataset.
 
     Attributes:
-        name: of the data set.
-        kind: of its task, one of `TEXT_FORMATS`.
-        train: what to train on.
-        test: what to test on.
-        contents: a short text that differs for other tokens, labels or right answers.
-        notes: what was left out or cut when it was read, in words.
+        name: Name of the dataset.
+        kind: Name of its format, a key of `TEXT_FORMATS`.
+        train: Training split.
+        test: Test split.
+        contents: Digest of tokens, labels and right answers.
+        notes: Notes on the sizes of the splits and on what was left out or cut.
+        mean: Empty tuple; images have a mean per channel.
     """
 
     name: str
@@ -105,7 +107,7 @@ class TextSet:
     test: Texts
     contents: str
     notes: tuple[str, ...] = ()
-    mean: tuple[float, ...] = ()  # as images have it
+    mean: tuple[float, ...] = ()
 
     @property
     def format(self) -> TextFormat:
@@ -114,21 +116,22 @@ class TextSet:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of what a model gives scores for."""
+        """Names of the model's outputs."""
         return self.format.classes
 
     def in_parts(self, parts: int) -> TextSet:
-        """Returns the set with epochs of training divided into so many."""
+        """Returns the dataset with training epochs divided into so many parts."""
         return replace(self, train=replace(self.train, parts=parts))
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> TextSet:
-        """Returns the set with a part of what is trained on to test on.
+        """Returns the dataset with a part of its training split in place of the test split.
 
-        All questions about a paragraph go the same way. The test split is left out.
+        All questions about a paragraph stay together.
 
         Args:
-            fraction: of the paragraphs, or of the pairs of sentences; at least one of each part.
-            seed: of the choice.
+            fraction: Fraction of the paragraphs, or of the pairs of sentences, to test on; at
+                least one is taken, and at least one is left.
+            seed: Seed of the choice.
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction {fraction!r} is not between 0 and 1")
@@ -137,7 +140,7 @@ class TextSet:
             group = torch.tensor(self.train.references.context_of)[group]
         groups = group.unique()
         if len(groups) < 2:
-            raise ValueError(f"data set {self.name!r} is too small to hold a part of it out")
+            raise ValueError(f"dataset {self.name!r} is too small to hold a part of it out")
         count = min(max(1, round(fraction * len(groups))), len(groups) - 1)
         order = torch.randperm(len(groups), generator=seeded(seed, "hold out"))
         held = torch.isin(group, groups[order[:count]])

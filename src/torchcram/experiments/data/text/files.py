@@ -1,4 +1,4 @@
-"""The two files of a language task, in a folder or in a .tar.xz archive of it."""
+"""Finds and reads the files of a text dataset, in a folder or in a .tar.xz archive of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SPLITS = ("train", "dev")
 
 @dataclass(frozen=True)
 class Location:
-    """Where the files are.
+    """Location of the files of a dataset.
 
     Attributes:
-        folder: that the folder or the archive lies in; for what is made of it.
-        source: the folder of the files, or the archive.
-        inside: the folder in the archive; "" where it is no archive.
+        folder: Folder that contains `source`; files that are made from it are put there.
+        source: Folder of the files, or the archive.
+        inside: Folder in the archive; "" if `source` is a folder.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class Location:
     inside: str = ""
 
     def fingerprint(self) -> str:
-        """Returns what changes when a file is added, removed, renamed or written."""
+        """Returns a text that changes if a file is added, removed, renamed or written."""
         if self.inside:
             return archives_fingerprint([self.source])
         return folder_fingerprint(self.source)
@@ -41,48 +41,52 @@ class Location:
 
 @dataclass(frozen=True)
 class Split:
-    """A file: its content, and what messages call it."""
+    """File of a split.
+
+    Attributes:
+        content: Content of the file.
+        where: Name of the file in error messages.
+    """
 
     content: bytes
     where: str
 
 
 def find(name: str, task: str, folder: Path) -> Location:
-    """Finds the folder NAME or the archive NAME.tar.xz; tasks of GLUE also as GLUE has them.
+    """Finds the folder NAME or the archive NAME.tar.xz; for GLUE also its own folder names.
 
     Args:
-        name: of the data set.
-        task: one of `TEXT_FORMATS`.
-        folder: where the data lies, or that of the files itself.
+        name: Name of the dataset.
+        task: Format of the dataset, one of `TEXT_FORMATS`.
+        folder: Folder that the data lies in, or that of the files itself.
 
     Raises:
-        ValueError: saying what was looked for.
+        ValueError: If there are no such files; the message says what was looked for.
     """
-    places = [name]
+    names = [name]
     sentences = TEXT_FORMATS[task].sentences
     if sentences is not None and name == task:
-        places += [f"glue/{sentences.folder}", sentences.folder]
-    for place in places:
-        if _has_train(folder / place, task):
-            return Location(folder, folder / place)
-    if folder.absolute().name in {Path(place).name for place in places} and _has_train(
-        folder, task
-    ):
+        names += [f"glue/{sentences.folder}", sentences.folder]
+    for path in names:
+        if _has_train(folder / path, task):
+            return Location(folder, folder / path)
+    is_own = folder.absolute().name in {Path(path).name for path in names}
+    if is_own and _has_train(folder, task):
         return Location(folder.absolute().parent, folder)
-    for place in places:
-        archive = folder / f"{place.split('/')[0]}{ARCHIVE}"
+    for path in names:
+        archive = folder / f"{path.split('/')[0]}{ARCHIVE}"
         if archive.is_file():
-            return Location(folder, archive, place)
-    looked = ", ".join([f"{place}/{_pattern(task, 'train')}" for place in places])
-    archives = ", ".join(dict.fromkeys(f"{place.split('/')[0]}{ARCHIVE}" for place in places))
-    raise ValueError(f"data set {name!r} is not in {folder}: looked for {looked} and {archives}")
+            return Location(folder, archive, path)
+    looked = ", ".join([f"{path}/{_pattern(task, 'train')}" for path in names])
+    archives = ", ".join(dict.fromkeys(f"{path.split('/')[0]}{ARCHIVE}" for path in names))
+    raise ValueError(f"dataset {name!r} is not in {folder}: looked for {looked} and {archives}")
 
 
 def read(location: Location, task: str) -> tuple[Split, Split]:
-    """Reads the files to train and to test on; nothing is unpacked to the disk.
+    """Reads the files of the training and the test split; nothing is unpacked to the disk.
 
     Raises:
-        ValueError: if one is missing, there are several, or the archive is damaged.
+        ValueError: If a file is missing, several match, or the archive is damaged.
     """
     files = _in_archive(location, task) if location.inside else _in_folder(location.source, task)
     splits = []
@@ -120,7 +124,7 @@ def _in_archive(location: Location, task: str) -> dict[str, bytes]:
     suffix = Path(_pattern(task, "x")).suffix
     files: dict[str, bytes] = {}
     try:
-        # tarfile's own decompression takes a cut-off file for a complete one
+        # tarfile's own decompression takes a truncated file for a complete one
         with lzma.open(location.source) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
                 path = PurePosixPath(member.name)

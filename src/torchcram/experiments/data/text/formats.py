@@ -9,14 +9,14 @@ SQUAD = "squad"
 
 @dataclass(frozen=True)
 class Sentences:
-    """The format of a tsv file.
+    """Format of a tsv file with sentences.
 
     Attributes:
-        folder: in which the benchmark GLUE has it.
-        columns: names of those that are read, in the order first sentence, second, label; or their
-            places where the file has no header.
-        labels: as the file has them; the number of a class is a place here.
-        width: how many columns a file without a header has.
+        folder: Name of the folder in the benchmark GLUE.
+        columns: Names of the columns that are read, in the order first sentence, second sentence if
+            there is one, label; or their numbers if the file has no header.
+        labels: Labels as the file has them; the number of a class is an index into them.
+        width: Number of columns of a file without a header.
     """
 
     folder: str
@@ -30,11 +30,11 @@ class TextFormat:
     """A dataset format, which is also a task.
 
     Attributes:
-        metric: that counts, from 0 to 1; the more the better.
-        others: that are told beside it.
-        classes: names of what a model gives scores for.
-        sentences: the format of its files; None for SQuAD's JSON.
-        title: a line on it.
+        metric: Name of the metric that counts; its best value is 1.
+        others: Names of further metrics that are reported.
+        classes: Names of the model's outputs.
+        sentences: Format of its files; None for SQuAD's JSON.
+        title: Line about the dataset.
     """
 
     metric: str
@@ -45,7 +45,7 @@ class TextFormat:
 
     @property
     def unit(self) -> str:
-        """What is answered or classified, in the plural."""
+        """Plural of what is answered or classified."""
         return "questions" if self.sentences is None else "sentences"
 
 

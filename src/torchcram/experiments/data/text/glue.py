@@ -1,4 +1,4 @@
-"""Sentences and their labels, out of the tsv files of GLUE."""
+"""Reads sentences and their labels from the tsv files of GLUE."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Labelled:
-    """What a file holds.
+    """Sentences of a file, with labels.
 
     Attributes:
-        first: the sentences.
-        second: their partners, as many; None where a task is about single sentences.
-        labels: numbers of their classes.
-        skipped: lines that were left out, with another number of columns or another label.
+        first: Sentences, or first sentences of pairs.
+        second: Second sentences of the pairs; None if the task is about single sentences.
+        labels: Numbers of the classes.
+        skipped: Number of lines left out because of other columns or another label.
     """
 
     first: tuple[str, ...]
@@ -28,21 +28,21 @@ class Labelled:
 
 
 def read_tsv(content: bytes, where: str, *, sentences: Sentences) -> Labelled:
-    """Reads a file; quotes in it are characters as any other.
+    """Reads a tsv file; quotes have no special meaning in it.
 
     Args:
-        content: of the file.
-        where: it is from, for messages.
-        sentences: its format.
+        content: Content of the file.
+        where: Name of the file for error messages.
+        sentences: Format of the file.
 
     Raises:
-        ValueError: if it is not UTF-8, a column is missing, or no line is left.
+        ValueError: If the file is not UTF-8, a column is missing, or no line can be used.
     """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error}") from None
-    # not splitlines(), which knows line ends that sentences have inside
+    # not splitlines(), which also splits at characters that occur inside sentences
     lines = [line.removesuffix("\r").split("\t") for line in text.split("\n")]
     lines = [line for line in lines if line != [""]]
     if not lines:
@@ -50,23 +50,24 @@ def read_tsv(content: bytes, where: str, *, sentences: Sentences) -> Labelled:
     width = sentences.width
     if width is None:
         header = [name.strip() for name in lines.pop(0)]
-        width, places = len(header), _places(header, sentences, where)
+        width, numbers = len(header), _numbers(header, sentences, where)
     else:
-        places = [int(place) for place in sentences.columns]
-    kept = [line for line in lines if len(line) == width and line[places[-1]] in sentences.labels]
+        numbers = [int(number) for number in sentences.columns]
+    kept = [line for line in lines if len(line) == width and line[numbers[-1]] in sentences.labels]
     if not kept:
         allowed = f"{width} columns, the label one of {', '.join(sentences.labels)}"
         raise ValueError(f"{where} has no line to use out of {len(lines)}; needed: {allowed}")
-    columns = [tuple(line[place].strip() for line in kept) for place in places]
+    columns = [tuple(line[number].strip() for line in kept) for number in numbers]
     return Labelled(
         first=columns[0],
         second=columns[1] if len(columns) == 3 else None,
-        labels=tuple(sentences.labels.index(line[places[-1]]) for line in kept),
+        labels=tuple(sentences.labels.index(line[numbers[-1]]) for line in kept),
         skipped=len(lines) - len(kept),
     )
 
 
-def _places(header: Sequence[str], sentences: Sentences, where: str) -> list[int]:
+def _numbers(header: Sequence[str], sentences: Sentences, where: str) -> list[int]:
+    """Returns the numbers of the columns that are read."""
     missing = [str(name) for name in sentences.columns if name not in header]
     if missing:
         raise ValueError(

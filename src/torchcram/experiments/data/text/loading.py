@@ -1,4 +1,4 @@
-"""From the name of a text dataset to its tokens, which are kept in a file beside the data."""
+"""Loads text datasets by their names; their tokens are kept in a file beside the data."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What tells one tokenised data set from another.
+    """Everything that the tokens of a dataset depend on.
 
     Attributes:
-        name: of the data set.
-        task: of it.
-        length: of a sequence, at most.
-        stride: of windows on a paragraph.
-        tokenizer: a digest of all that it does.
-        source: a fingerprint of the files.
+        name: Name of the dataset.
+        task: Format of the dataset.
+        length: Greatest length of a sequence in tokens.
+        stride: Number of tokens by which windows on a long paragraph overlap.
+        tokenizer: Digest of the tokenizer.
+        source: Fingerprint of the files.
     """
 
     name: str
@@ -51,12 +51,12 @@ class CacheKey:
 
     @property
     def file(self) -> str:
-        """What the file is called; other files of the same data have other names."""
+        """Name of the cache file; other lengths and tokenizers have other names."""
         return f"{self.name}.{self.length}-{self.stride}.{self.tokenizer[:8]}.tokens.safetensors"
 
 
 def contents(*splits: Texts) -> str:
-    """Returns a short text that differs for other sequences, labels, places or right answers."""
+    """Returns a digest of the sequences, labels, offsets and right answers of splits."""
     digest = hashlib.sha256()
     for split in splits:
         for tensor in (getattr(split, key) for key in TENSORS):
@@ -125,7 +125,7 @@ def load_text(
 ) -> TextSet:
     """Loads a dataset, tokenised.
 
-    It is tokenised once, into one file beside the data, or in the user's cache folder where that is
+    It is tokenised once, into one file beside the data, or in the user's cache folder if that is
     read-only.
 
     Args:
@@ -134,10 +134,10 @@ def load_text(
         task: Format of the dataset, one of `TEXT_FORMATS`.
         length: Greatest length of a sequence in tokens.
         stride: Number of tokens by which windows on a long paragraph overlap.
-        tokenizer: Function that loads a fast tokenizer of Transformers, called once the files of
-            the dataset are there.
+        tokenizer: Function that loads a fast tokenizer of Transformers; it is called after the
+            files of the dataset were found.
         report: Function that is called with a line of text before something that takes long, and
-            for what was left out, also when the tokens are there already.
+            about everything that was left out, whether or not the tokens are cached.
 
     Raises:
         ValueError: If the files are missing, malformed or empty.
@@ -170,7 +170,7 @@ def load_text(
 
 
 def tokenizer_digest(tokenizer: Any) -> str:  # noqa: ANN401
-    """Returns what differs for tokenizers that do something else."""
+    """Returns a digest of everything that a tokenizer does."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -200,10 +200,9 @@ def tokenise(location: files.Location, key: CacheKey, tokenizer: Any) -> TextSet
     """
     notes: list[str] = []
     splits = []
-    for place, split in enumerate(files.read(location, key.task)):
-        which = files.SPLITS[place]
-        splits.append(_split(split, key, tokenizer, train=place == 0))
-        notes += [f"{which}: {note}" for note in splits[-1][1]]
+    for name, split in zip(files.SPLITS, files.read(location, key.task), strict=True):
+        splits.append(_split(split, key, tokenizer, train=name == "train"))
+        notes += [f"{name}: {note}" for note in splits[-1][1]]
     (train, _), (test, _) = splits
     return TextSet(key.name, key.task, train, test, contents(train, test), tuple(notes))
 
@@ -215,7 +214,7 @@ def _split(
     *,
     train: bool,
 ) -> tuple[Texts, list[str]]:
-    """Returns a split and what there is to say of it."""
+    """Returns a tokenised split, and notes on its size and on what was left out or cut."""
     sentences = TEXT_FORMATS[key.task].sentences
     if sentences is not None:
         labelled = read_tsv(split.content, split.where, sentences=sentences)
@@ -225,13 +224,13 @@ def _split(
             f"sentences cut to {key.length} tokens": cut,
         }
     else:
-        asked = read_squad(split.content, split.where, placed=train)
+        questions = read_squad(split.content, split.where, placed=train)
         texts, uncovered = tokenise_questions(
-            asked, tokenizer, length=key.length, stride=key.stride
+            questions, tokenizer, length=key.length, stride=key.stride
         )
         described = {
-            "questions skipped, as the answer is not at its offset": asked.misplaced,
-            "questions skipped, as they have no answer": asked.unanswered,
+            "questions skipped, as the answer is not at its offset": questions.misplaced,
+            "questions skipped, as they have no answer": questions.unanswered,
             "questions whose answer is in no window": uncovered if train else 0,
         }
     notes = [f"{len(texts)} sequences of {texts.count} {TEXT_FORMATS[key.task].unit}"]

@@ -1,4 +1,4 @@
-"""Questions about paragraphs, out of the JSON of SQuAD v1.1."""
+"""Reads questions about paragraphs from the JSON of SQuAD v1.1."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Answer:
     """A right answer.
 
     Attributes:
-        text: of it.
-        start: of its first character in the context.
+        text: Text of the answer.
+        start: Index of its first character in the context.
     """
 
     text: str
@@ -28,12 +28,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question.
+    """A question about a paragraph.
 
     Attributes:
-        text: of it.
-        context: place of the paragraph among the contexts.
-        answers: right ones, at least one.
+        text: Text of the question.
+        context: Index of the paragraph in `Questions.contexts`.
+        answers: Right answers, at least one.
     """
 
     text: str
@@ -43,13 +43,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """What a file holds.
+    """Questions of a file, with their paragraphs.
 
     Attributes:
-        contexts: the paragraphs.
-        questions: about them.
-        misplaced: how many were left out, since the text of an answer is not where it says.
-        unanswered: how many were left out, since they have no answer or an empty one.
+        contexts: Paragraphs.
+        questions: Questions about the paragraphs.
+        misplaced: Number of questions left out because the answer is not at its offset.
+        unanswered: Number of questions left out because they have no answer or an empty one.
     """
 
     contexts: tuple[str, ...]
@@ -62,30 +62,30 @@ def read_squad(content: bytes, where: str, *, placed: bool) -> Questions:
     """Reads a file.
 
     Args:
-        content: of the file.
-        where: it is from, for messages.
-        placed: whether the first answer has to be where it says, as training on it needs; questions
-            of which it is not are left out and counted.
+        content: Content of the file.
+        where: Name of the file for error messages.
+        placed: Whether to leave out, and count, questions whose first answer is not at its offset,
+            which cannot be trained on.
 
     Raises:
-        ValueError: if it is not JSON, not SQuAD, or no question is left.
+        ValueError: If the file is not JSON, not SQuAD, or no question can be used.
     """
     try:
         paragraphs = list(_paragraphs(json.loads(content.decode("utf-8-sig"))))
-    except (ValueError, RecursionError) as error:  # a number may have too many digits, too
+    except (ValueError, RecursionError) as error:  # also for numbers with too many digits
         raise ValueError(f"{where} is not JSON: {error}") from None
     except (KeyError, TypeError, AttributeError, _NotSquadError) as error:
         raise ValueError(f"{where} is not SQuAD v1.1 ({error}): needed is {SHAPE}") from None
     contexts = tuple(context for context, _ in paragraphs)
     questions, misplaced, unanswered = [], 0, 0
-    for place, (context, asked) in enumerate(paragraphs):
-        for text, answers in asked:
+    for number, (context, entries) in enumerate(paragraphs):
+        for text, answers in entries:
             if not answers or not answers[0].text.strip():
                 unanswered += 1
             elif placed and not _is_there(answers[0], context):
                 misplaced += 1
             else:
-                questions.append(Question(text, place, answers))
+                questions.append(Question(text, number, answers))
     if not questions:
         left = f": {misplaced} have an answer that is not at its offset, {unanswered} have none"
         raise ValueError(f"{where} has no questions to use{left if misplaced + unanswered else ''}")
@@ -96,46 +96,46 @@ class _NotSquadError(Exception):
     pass
 
 
-Asked = list[tuple[str, tuple[Answer, ...]]]
+Entries = list[tuple[str, tuple[Answer, ...]]]
 
 
-def _paragraphs(data: Any) -> Iterator[tuple[str, Asked]]:  # noqa: ANN401
+def _paragraphs(data: Any) -> Iterator[tuple[str, Entries]]:  # noqa: ANN401
     for article in _list(data["data"], "data"):
         for paragraph in _list(article["paragraphs"], "paragraphs"):
-            asked = [
+            entries = [
                 (
-                    _text(one["question"], "question"),
+                    _text(entry["question"], "question"),
                     tuple(
-                        Answer(_text(answer["text"], "text"), _place(answer["answer_start"]))
-                        for answer in _list(one["answers"], "answers")
+                        Answer(_text(answer["text"], "text"), _offset(answer["answer_start"]))
+                        for answer in _list(entry["answers"], "answers")
                     ),
                 )
-                for one in _list(paragraph["qas"], "qas")
+                for entry in _list(paragraph["qas"], "qas")
             ]
-            yield _text(paragraph["context"], "context"), asked
+            yield _text(paragraph["context"], "context"), entries
 
 
-def _list(given: Any, name: str) -> list[Any]:  # noqa: ANN401
-    if not isinstance(given, list):
+def _list(value: Any, name: str) -> list[Any]:  # noqa: ANN401
+    if not isinstance(value, list):
         raise _NotSquadError(f"{name!r} is no list")
-    return given
+    return value
 
 
-def _text(given: Any, name: str) -> str:  # noqa: ANN401
-    if not isinstance(given, str):
+def _text(value: Any, name: str) -> str:  # noqa: ANN401
+    if not isinstance(value, str):
         raise _NotSquadError(f"{name!r} is no text")
     try:
-        given.encode()  # JSON can hold what no text has, and tokenizers fail at it
+        value.encode()  # JSON can hold lone surrogates, which tokenizers cannot take
     except UnicodeEncodeError as error:
-        found = f"{given[error.start]!r} at character {error.start}"
-        raise _NotSquadError(f"{name!r} has a lone surrogate, {found}") from None
-    return given
+        surrogate = f"{value[error.start]!r} at character {error.start}"
+        raise _NotSquadError(f"{name!r} has a lone surrogate, {surrogate}") from None
+    return value
 
 
-def _place(given: Any) -> int:  # noqa: ANN401
-    if not isinstance(given, int) or isinstance(given, bool):
+def _offset(value: Any) -> int:  # noqa: ANN401
+    if not isinstance(value, int) or isinstance(value, bool):
         raise _NotSquadError("'answer_start' is no whole number")
-    return given
+    return value
 
 
 def _is_there(answer: Answer, context: str) -> bool:
