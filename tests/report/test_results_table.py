@@ -55,6 +55,10 @@ def test_the_terminal_shows_mean_and_deviation_of_seeds():
 @pytest.mark.parametrize("width", [80, 100])
 def test_methods_stand_side_by_side(width):
     one_seed = result("cram-plus", [cram().seeds[0]], title="CrAM+-Multi")
+    perfect = result("sgd", [seed(0, 1.0, {"global:0.8+int4": 1.0})], title="SGD")
+    full = result("cram-plus", [seed(0, 1.0, {"int4": 0.2})], title="CrAM+-Multi")
+    assert "100.00" in "".join(lines_of(comparison_table([perfect, full]), width))
+    assert max(map(len, lines_of(comparison_table([perfect, full]), width))) <= width
     lines = lines_of(comparison_table([sgd(), one_seed]), width)
     assert max(map(len, lines)) <= width
     assert cells_of(lines, "dense") == ["dense", "88.70", "", "", "89.00", "", ""]

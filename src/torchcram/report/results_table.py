@@ -64,11 +64,11 @@ def comparison_table(results: Sequence[Result]) -> Table:
     first = results[0]
     table = Table(
         title=Text(f"Test {first.metric} in % on {first.data}, compressed in one shot"),
-        caption=_BNT,
+        caption="BNT: batch-norm statistics re-estimated; change: BNT - dense, in points",
     )
     table.add_column("target", no_wrap=True)
     for result in results:
-        for heading, column in ((result.title, "as is"), ("", "BNT"), ("", "vs dense")):
+        for heading, column in ((result.title, "as is"), ("", "BNT"), ("", "change")):
             table.add_column(Text(f"{heading}\n{column}"), justify="right", no_wrap=True)
     dense = [cell for result in results for cell in (str(summary.dense(result)), "", "")]
     table.add_row("dense", *dense, end_section=True)
