@@ -120,7 +120,10 @@ def test_a_full_disk_leaves_the_earlier_file(run):
         (["--values", "int8"], "--values int8: allowed are fp32, fp16, bf16"),
         (["--values", "fp16", "--format", "onnx"], "allowed only with --format torchcram"),
         (["--embeddings", "int8"], "embeddings 'int8': the model has none"),
-        (["--embeddings", "int8", "--format", "safetensors"], "only --format torchcram gets sma"),
+        (
+            ["--embeddings", "int8", "--format", "safetensors"],
+            "allowed only with --format torchcram",
+        ),
         (["--format", "transformers"], "convnet-digits is not a model of Transformers"),
         (["--to", "top:0.5"], "cannot read 'top:0.5'"),
         (["--to", "int4", "--to", "int4"], "every operator once"),

@@ -255,7 +255,7 @@ def _small_things(ranks, rank, folder):
     refused(first + r"data.train_images is 300, not 320", recipe(), digits(320 - 20 * rank))
     refused(first + r"eval_interval is 2, not 1$", recipe(), eval_interval=rank + 1)
     refused("a batch of 1 images cannot be divided into 2 parts", recipe("train.batch_size=1"))
-    refused("holds log.jsonl but no run.json", recipe(), name="foreign")
+    refused("it has log.jsonl but no run.json", recipe(), name="foreign")
 
     with pytest.raises(FloatingPointError, match="epoch 1: the training loss is"):
         run(folder / "bad", recipe("optimizer.lr=1e30", method="sgd"), data, ranks=ranks)
