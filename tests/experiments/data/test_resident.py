@@ -196,8 +196,8 @@ def test_a_cuda_graph_gives_what_the_cpu_gives():
         ({"batch_size": 0}, "batch size 0 of 5 images"),
         ({"augment": "rotate"}, "'rotate' is not one of 'none', 'shift', 'crop-flip'"),
         ({"augment": "resized-crop-flip"}, "is not one of"),
-        ({"mean": (0.5,)}, r"mean \(0.5,\) .* not of 3 channels"),
-        ({"std": (0.5,) * 4}, "not of 3 channels"),
+        ({"mean": (0.5,)}, r"mean \(0.5,\) .* must have 3 values"),
+        ({"std": (0.5,) * 4}, "must have 3 values, one per channel"),
     ],
 )
 def test_bad_settings_are_refused(changes, message):
