@@ -123,7 +123,7 @@ def test_an_unknown_model_is_refused(name, message):
 
 
 def test_impossible_arguments_are_refused():
-    with pytest.raises(ValueError, match="classes=0"):
+    with pytest.raises(ValueError, match="classes must be at least 1, got 0"):
         build_model("resnet20", classes=0)
     with pytest.raises(ValueError, match="resnet20 has no pretrained weights; allowed: torchv"):
         build_model("resnet20", classes=10, pretrained=True)
