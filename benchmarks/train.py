@@ -15,7 +15,7 @@ import time
 import torch
 from timing import machine
 
-from torchcram.experiments.data.images import DataSet, Images
+from torchcram.experiments.data.images import ImageDataset, Images
 from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.build import (
     build_batches,
@@ -31,7 +31,7 @@ SIZES = {"cifar10": 32, "cifar10-jpeg": 32, "tiny-imagenet-200": 64, "imagenet":
 CLASSES = {"cifar10": 10, "cifar10-jpeg": 10, "tiny-imagenet-200": 200, "imagenet": 1000}
 
 
-def random_data(recipe: Recipe) -> DataSet:
+def random_data(recipe: Recipe) -> ImageDataset:
     """Noise of the size and the classes of a data set."""
     size, classes = SIZES[recipe.task_name], CLASSES[recipe.task_name]
     count = 16 * recipe.train.batch_size
@@ -39,7 +39,7 @@ def random_data(recipe: Recipe) -> DataSet:
     images = torch.randint(256, (count, size, size, 3), dtype=torch.uint8, generator=generator)
     labels = torch.randint(classes, (count,), generator=generator)
     split = Images(images, labels)
-    return DataSet(recipe.task_name, split, split, tuple(map(str, range(classes))))
+    return ImageDataset(recipe.task_name, split, split, tuple(map(str, range(classes))))
 
 
 def build(recipe: Recipe, *, graphs: bool, compiled: bool = False) -> Step:

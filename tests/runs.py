@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchcram.experiments.data.images import DataSet, Images, load_data
+from torchcram.experiments.data.images import ImageDataset, Images, load_data
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import train
@@ -27,7 +27,7 @@ def digits(train=320, test=100):
         Images(part.images[:count], part.labels[:count])
         for part, count in ((data.train, train), (data.test, test))
     ]
-    return DataSet("digits", *parts, data.classes)
+    return ImageDataset("digits", *parts, data.classes)
 
 
 class Stop(BaseException):

@@ -60,7 +60,13 @@ class Threshold(NamedTuple):
 
 
 def count_kept(numel: int, sparsity: float) -> int:
-    """Returns the number of `numel` values that are kept at `sparsity`: n - round(sparsity n)."""
+    """Returns the number of `numel` values that are kept at `sparsity`: n - round(sparsity n).
+
+    Raises:
+        ValueError: If the sparsity is not in [0, 1].
+    """
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity must be in [0, 1], got {sparsity!r}")
     return numel - round(sparsity * numel)
 
 

@@ -122,20 +122,19 @@ def test_the_model_and_the_recipe_of_the_guide_train():
 
 TABLE_RECIPE = """
 name: flowers/mlp/cram
-title: CrAM+ on a table
-model: {name: "nets:mlp"}
 train: {epochs: 3, batch_size: 32, precision: fp32}
 optimizer: {lr: 0.05}
 schedule: {warmup_epochs: 0}
-cram: {operators: ["global:0.5"]}
+cram: {operators: ["global:0.5"], rho: 0.05}
 compress: {to: ["global:0.5", int8], watch: "global:0.5"}
 """
 NETS = """
 from torch import nn
 
 
-def mlp(num_classes):
-    return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, num_classes))
+def rows(num_classes, inputs=2):
+    layers = [nn.Linear(inputs, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, num_classes)]
+    return nn.Sequential(*layers)
 """
 
 
@@ -176,6 +175,11 @@ def test_a_packages_task_goes_through_every_command(table):
     succeed("bench", "run", "--to", "global:0.5", "--batch", 8, "--rounds", 1, "--engines", "torch")
     succeed("finetune", "run", "--at", "global:0.5", "--epochs", 1, "--out", "tuned")
     succeed("sweep", table, "--grid", "cram.rho=0,0.05", "--epochs", 1, "--out", "swept")
+    assert "task.name: table" in succeed("list", "tasks").stdout
+
+    rows = numpy.loadtxt("data/flowers.csv", delimiter=",")
+    numpy.savetxt("data/flowers.csv", rows[::-1], delimiter=",")
+    assert "the run was trained on other data: contents" in fail("compress", "run")
 
 
 @pytest.mark.parametrize(
@@ -184,6 +188,7 @@ def test_a_packages_task_goes_through_every_command(table):
         (["task.name=tables"], "task.name is 'tables' (did you mean 'table'?); allowed: table"),
         (["text={task: sst2}"], "text is 'given'; allowed: null, as there is a section task"),
         (["train.early_stopping={}"], "train.early_stopping is for texts; allowed for rows: null"),
+        (["model.args={inputs: 3}"], "does not take the inputs of 'flowers', (2,) each"),
     ],
 )
 def test_what_does_not_go_with_a_task_is_refused(table, sets, message):

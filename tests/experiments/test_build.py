@@ -9,8 +9,8 @@ from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
     build_optimizer,
+    cram_weights,
     to_device,
-    trained_weights,
 )
 from torchcram.experiments.training.log import MaskChange
 
@@ -58,7 +58,7 @@ def test_cram_is_as_the_recipe_says():
     assert optimizer.rule is C_SAM
     assert (optimizer.rho, optimizer.base_step_probability) == (0.3, 0.25)
     assert (optimizer.sparse_gradients, optimizer.normalize) == (False, False)
-    assert set(optimizer.weights) == {"features.3.weight"} == set(trained_weights(given, model))
+    assert set(optimizer.weights) == {"features.3.weight"} == set(cram_weights(given, model))
     assert [str(one) for one in optimizer._sampler.operators] == ["int4", "global:0.9"]
     assert optimizer._sampler.mask_interval == 4
     same, other = (build_optimizer(given, model, seed=seed) for seed in (5, 6))

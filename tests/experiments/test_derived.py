@@ -7,7 +7,7 @@ import torch
 from runs import CPU, Stop, digits, one_thread, recipe, run, stop_after, weights
 
 from torchcram import compressible_weights, sparsity
-from torchcram.experiments.data.images import DataSet, Images
+from torchcram.experiments.data.images import ImageDataset, Images
 from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.finetuning import finetune, read_origin
 from torchcram.experiments.io.weights import load_model_
@@ -46,7 +46,7 @@ def tuned(source, at, out, data, *overrides, epochs=2, **options):
 def even(data):
     """The digits, even or odd."""
     parts = [Images(part.images, part.labels % 2) for part in (data.train, data.test)]
-    return DataSet("parity", *parts, ("even", "odd"))
+    return ImageDataset("parity", *parts, ("even", "odd"))
 
 
 def test_zeros_stay_and_the_rest_learns(tmp_path, source, data):
@@ -203,7 +203,7 @@ def test_images_that_the_model_does_not_take_are_refused(tmp_path, source, data)
     parts = [
         Images(part.images.repeat(1, 1, 1, 3), part.labels) for part in (data.train, data.test)
     ]
-    other = DataSet("coloured", *parts, data.classes)
+    other = ImageDataset("coloured", *parts, data.classes)
     with pytest.raises(ValueError, match=r"'convnet-digits' does not take .* 'coloured', 3x8x8"):
         tuned(source, "global:0.9", tmp_path, other, new_head=True)
     assert not (tmp_path / "start.json").exists()

@@ -133,7 +133,7 @@ def trainings(rank, folder):
         noisy = with_model(recipe(), "random")
         seeds = []
         run(folder / "noisy", noisy, data, ranks=ranks, make_step=noting_seeds(seeds))
-        assert len({seed for both in ranks._gather(seeds) for seed in both}) == RANKS * 3
+        assert len({seed for both in ranks.all_gather(seeds) for seed in both}) == RANKS * 3
         cut = folder / ("cut" if rank == 0 else "not looked at")  # as on another machine
         for steps in (STEPS + 2, STEPS + 1):
             with suppress(Stop):

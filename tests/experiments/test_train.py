@@ -17,7 +17,7 @@ from runs import CPU, Stop, digits, recipe, reseal, run, stop_after, weights
 from torch.nn import functional
 
 from torchcram import GlobalTopK, compress_, sparsity
-from torchcram.experiments.data.images import DataSet, Images
+from torchcram.experiments.data.images import ImageDataset, Images
 from torchcram.experiments.evaluation.compressed_models import one_shot
 from torchcram.experiments.models import ConvNet
 from torchcram.experiments.recipe.build import build_initial_model
@@ -30,7 +30,7 @@ from torchcram.experiments.training.trainer import Start, load_trained
 def brighter(data):
     """As many images of the same classes, but other ones."""
     parts = [replace(part, images=part.images + 9) for part in (data.train, data.test)]
-    return DataSet(data.name, *parts, data.classes)
+    return ImageDataset(data.name, *parts, data.classes)
 
 
 STEPS = 5  # of an epoch: 320 images in batches of 64
@@ -567,7 +567,7 @@ def test_an_unfinished_or_missing_run_cannot_be_loaded(tmp_path, data):
 def test_odd_data(tmp_path, train, classes, method):
     found = digits(train=train)
     parts = [Images(part.images, part.labels % classes) for part in (found.train, found.test)]
-    data = DataSet("digits", *parts, tuple(map(str, range(classes))))
+    data = ImageDataset("digits", *parts, tuple(map(str, range(classes))))
     given = recipe(method=method, epochs=2)
     trained = run(tmp_path, given, data)
     assert 0 <= trained.finished.accuracy <= 1

@@ -89,12 +89,12 @@ def compress(
             recipe = replace(recipe, compress=changed)
         if results is not None:
             check_results(results, trained.recipe, trained.info.seed)
-        images = load(recipe, data, download=download)
+        dataset = load(recipe, data, download=download)
         with result_output(json) as write:
             with watching() as watch:
                 result = measure(
                     replace(trained, recipe=recipe),
-                    images,
+                    dataset,
                     device=where,
                     trials=bnt_trials,
                     save_to=save,
@@ -142,13 +142,13 @@ def evaluate(
         trained = load_trained(run, where)
         if model is not None:
             load_weights_(trained.model, model)
-        images = load(trained.recipe, data, download=download)
-        score = score_on_test(trained.model, trained.recipe, images, device=where)
+        dataset = load(trained.recipe, data, download=download)
+        score = score_on_test(trained.model, trained.recipe, dataset, device=where)
         zeros = sparsity(target_weights(trained.recipe, trained.model))
         measured = {score.metric: score.value, **(score.others or {})}
         scores = ", ".join(f"{name} {100 * value:.2f} %" for name, value in measured.items())
-        tested = trained.recipe.build_task().count_test(images)
+        tested = trained.recipe.build_task().count_test(dataset)
         typer.echo(
-            f"{model or run}: {scores} on the {tested} of {images.name}, "
+            f"{model or run}: {scores} on the {tested} of {dataset.name}, "
             f"sparsity {100 * zeros:.2f} %"
         )

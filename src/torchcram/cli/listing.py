@@ -66,6 +66,7 @@ class What(str, Enum):
     models = "models"
     datasets = "datasets"
     operators = "operators"
+    tasks = "tasks"
 
 
 @app.command("list")
@@ -77,13 +78,14 @@ def list_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the available recipes, models, datasets or operators."""
+    """List the available recipes, models, datasets, operators or tasks."""
     with errors_in_a_line():
         columns, rows = {
             What.recipes: _recipes,
             What.models: _models,
             What.datasets: _datasets,
             What.operators: _operators,
+            What.tasks: _tasks,
         }[what]((text or "").lower())
         if not rows:
             raise ValueError(f"no {what.value} with {text!r} in their names")
@@ -128,6 +130,31 @@ def _datasets(text: str) -> Listing:
 def _operators(text: str) -> Listing:
     rows = [*OPERATORS, *_registered()]
     return ("operator", "example", "what it does"), _with(rows, text)
+
+
+def _tasks(text: str) -> Listing:
+    from torchcram.experiments.tasks import (
+        TASKS,
+        ImageClassification,
+        QuestionAnswering,
+        SentenceClassification,
+    )
+
+    def summary(kind: type) -> str:
+        return (kind.__doc__ or "").strip().partition("\n")[0]
+
+    rows: list[Row] = [
+        ("(no section task or text)", summary(ImageClassification)),
+        ("text.task: squad", summary(QuestionAnswering)),
+        ("text.task: sst2, mrpc, rte, cola", summary(SentenceClassification)),
+    ]
+    for name in TASKS.names():
+        try:
+            kind = TASKS.find(name)
+            rows.append((f"task.name: {name}", summary(kind) if kind else ""))
+        except ValueError as error:  # noqa: PERF203
+            rows.append((f"task.name: {name}", str(error)))
+    return ("in a recipe", "what it is"), _with(rows, text)
 
 
 def _registered() -> Iterator[tuple[str, str, str]]:

@@ -127,7 +127,9 @@ class Ranks:
             made = make()
         except Exception as error:  # noqa: BLE001  # raised below
             failure = error
-        reports = self._gather((platform.node(), None if failure is None else _describe(failure)))
+        reports = self.all_gather(
+            (platform.node(), None if failure is None else _describe(failure))
+        )
         if failure is not None and len({text for _, text in reports}) == 1:
             raise failure
         bad = [f"{_name(rank, reports)}: {text}" for rank, (_, text) in enumerate(reports) if text]
@@ -139,7 +141,7 @@ class Ranks:
         """Raises ValueError on every rank, naming what differs, unless all pass the same."""
         if self.world_size == 1:
             return
-        reports = self._gather((platform.node(), dict(settings)))
+        reports = self.all_gather((platform.node(), dict(settings)))
         for rank, (_, other) in enumerate(reports):
             if different := explain_differences(other, reports[0][1]):
                 raise ValueError(
@@ -168,7 +170,10 @@ class Ranks:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
-    def _gather(self, mine: T) -> list[T]:
+    def all_gather(self, mine: T) -> list[T]:
+        """Returns the objects of all ranks, in the order of the ranks."""
+        if self.world_size == 1:
+            return [mine]
         from torch import distributed as dist
 
         gathered: list[Any] = [None] * self.world_size

@@ -2,7 +2,7 @@
 
 w    weights                        C    compression operator, M its mask
 g    grad L(w)                      w~   the perturbed, compressed point
-rho  length of the ascent           g~   what the base optimizer steps with
+rho  factor of the ascent           g~   what the base optimizer steps with
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class CrAM(Wrapper):
             schedulers to this wrapper, not to `base`.
         operators: Operator, its text such as "global:0.9", or a sequence of either, from which
             every step draws one uniformly ("-Multi"). SAM needs none.
-        rho: Length of the ascent. A parameter group of `base` with its own "rho" overrides it,
-            unless "rho" is an option of `base` itself, as in Adadelta.
+        rho: Factor of the ascent w + rho g, and its length where g is normalized. A parameter group
+            of `base` with its own "rho" overrides it, unless that is an option of `base` itself, as
+            in Adadelta.
         rule: Update rule: `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK` or `TOPK_PLUS`.
         sparse_gradients: Whether to multiply gradients by M where the rule does; False never does.
         normalize: Whether to ascend along g/|g|; None leaves it to the rule.

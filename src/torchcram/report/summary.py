@@ -127,8 +127,13 @@ def epochs(result: Result) -> str:
 
 
 def tuned(result: Result) -> bool:
-    """Returns whether batch norm was tuned after compression; language models have none."""
-    return result.recipe.get("text") is None
+    """Returns whether batch norm was tuned after compression; language models have none.
+
+    For a task of another package it is told by scores that changed.
+    """
+    if result.recipe.get("task") is None:
+        return result.recipe.get("text") is None
+    return any(target.before != target.after for seed in result.seeds for target in seed.targets)
 
 
 def minutes(result: Result) -> float:

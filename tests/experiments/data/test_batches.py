@@ -3,7 +3,7 @@ import torch
 from image_trees import tree
 
 from torchcram.experiments.data.images import (
-    DataSet,
+    ImageDataset,
     Images,
     ResidentBatches,
     StreamBatches,
@@ -19,7 +19,7 @@ def some(count):
 
 @pytest.fixture
 def data():
-    return DataSet("all", some(50), some(20), tuple(map(str, range(50))))
+    return ImageDataset("all", some(50), some(20), tuple(map(str, range(50))))
 
 
 def calibration(data, samples=20, batch_size=8, *, seed=0, augment="crop-flip"):

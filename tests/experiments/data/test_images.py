@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram.experiments.data.images import (
-    DataSet,
     EncodedDataset,
     EncodedImages,
+    ImageDataset,
     Images,
     hold_out,
 )
@@ -34,15 +34,15 @@ def test_images_of_another_form_are_refused(images, labels, message):
 
 def test_a_data_set_that_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match=r"labels from 0 to 2: with 2 classes needed is 0 to 1"):
-        DataSet("pets", some(6), some(6, classes=3), ("cat", "dog"))
+        ImageDataset("pets", some(6), some(6, classes=3), ("cat", "dog"))
     with pytest.raises(ValueError, match="'pets' has a split without images"):
-        DataSet("pets", some(6), some(0), ("cat", "dog"))
+        ImageDataset("pets", some(6), some(0), ("cat", "dog"))
     with pytest.raises(ValueError, match=r"\(4, 4, 3\), tests on \(5, 5, 3\)"):
-        DataSet("pets", some(6), some(6, size=5), ("cat", "dog"))
+        ImageDataset("pets", some(6), some(6, size=5), ("cat", "dog"))
 
 
 def test_mean_and_deviation_are_those_of_the_training_pixels():
-    data = DataSet("pets", some(50), some(7), ("cat", "dog"))
+    data = ImageDataset("pets", some(50), some(7), ("cat", "dog"))
     pixels = data.train.images.double().view(-1, 3) / 255
     assert data.mean == pytest.approx(pixels.mean(0).tolist())
     assert data.std == pytest.approx(pixels.std(0, correction=0).tolist())
@@ -50,12 +50,12 @@ def test_mean_and_deviation_are_those_of_the_training_pixels():
 
 def test_a_channel_of_one_value_can_be_divided_by_its_deviation():
     images = Images(torch.full((3, 2, 2, 1), 51, dtype=torch.uint8), torch.zeros(3).long())
-    data = DataSet("flat", images, images, ("all",))
+    data = ImageDataset("flat", images, images, ("all",))
     assert (data.mean, data.std) == (pytest.approx((0.2,)), (1.0,))
 
 
 def test_given_mean_and_deviation_are_kept():
-    data = DataSet("pets", some(4), some(4), ("cat", "dog"), (0.1,) * 3, (0.2,) * 3)
+    data = ImageDataset("pets", some(4), some(4), ("cat", "dog"), (0.1,) * 3, (0.2,) * 3)
     assert (data.mean, data.std) == ((0.1,) * 3, (0.2,) * 3)
 
 
@@ -75,7 +75,7 @@ def numbered(labels):
 def test_holding_out_divides_every_class(sizes, fraction, seed):
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]
     train = numbered(labels)
-    data = DataSet("all", train, train, tuple(map(str, range(len(sizes)))))
+    data = ImageDataset("all", train, train, tuple(map(str, range(len(sizes)))))
     expected = [min(round(fraction * size), size - 1) for size in sizes]
     if not any(expected):
         with pytest.raises(ValueError, match="less than one image"):
@@ -91,7 +91,7 @@ def test_holding_out_divides_every_class(sizes, fraction, seed):
 
 
 def test_the_seed_decides_what_is_held_out():
-    data = DataSet("all", numbered([0] * 100), numbered([0]), ("one",))
+    data = ImageDataset("all", numbered([0] * 100), numbered([0]), ("one",))
 
     def held(seed):
         return hold_out(data, 0.1, seed).test.images.flatten().tolist()
@@ -115,6 +115,6 @@ def test_pictures_can_be_held_out_too():
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
 def test_a_fraction_out_of_range_is_refused(fraction):
-    data = DataSet("all", numbered([0] * 10), numbered([0]), ("one",))
+    data = ImageDataset("all", numbered([0] * 10), numbered([0]), ("one",))
     with pytest.raises(ValueError, match="is not between 0 and 1"):
         hold_out(data, fraction)

@@ -10,9 +10,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from torchcram.experiments.data.images import (
-    DataSet,
     EncodedDataset,
     EncodedImages,
+    ImageDataset,
     Images,
     pack,
     read_packed,
@@ -28,7 +28,7 @@ def some(count, height=4, width=5, channels=3):
 
 
 def written(path, data=None, **changes):
-    data = data or DataSet("pets", some(6), some(3), ("cat", "dog"))
+    data = data or ImageDataset("pets", some(6), some(3), ("cat", "dog"))
     write_packed(data, path, **({"image_size": None, "source": "here"} | changes))
     return data
 
@@ -48,7 +48,7 @@ def equal(a, b):
 def test_reading_gives_what_was_written(tmp_path_factory, count, height, width, channels, classes):
     path = tmp_path_factory.mktemp("packed") / "new" / "pets.safetensors"
     splits = (some(count, height, width, channels) for _ in range(2))
-    data = written(path, DataSet("pets", *splits, tuple(classes)))
+    data = written(path, ImageDataset("pets", *splits, tuple(classes)))
     assert equal(read_packed(path, name="pets", image_size=None, source="here"), data)
     assert equal(read_packed(path, name="pets", image_size=None), data)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -58,7 +58,7 @@ def test_a_mapped_file_may_be_replaced(tmp_path):
     path = tmp_path / "pets.safetensors"
     data = written(path)
     mapped = read_packed(path, name="pets", image_size=None)
-    written(path, DataSet("pets", some(60), some(30), ("cat", "dog")))
+    written(path, ImageDataset("pets", some(60), some(30), ("cat", "dog")))
     assert equal(mapped, data)
 
 
@@ -136,7 +136,7 @@ def test_a_failed_write_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match="no space left"):
-        written(path, DataSet("pets", some(7), some(7), ("cat", "dog")))
+        written(path, ImageDataset("pets", some(7), some(7), ("cat", "dog")))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == before
 

@@ -7,8 +7,8 @@ import torch
 from image_trees import Choice, archive, encoded, image, tree
 
 from torchcram.experiments.data.images import (
-    DataSet,
     EncodedDataset,
+    ImageDataset,
     ResidentBatches,
     dataset_names,
     load_data,
@@ -70,7 +70,7 @@ def test_a_folder_is_packed_once(folder, monkeypatch):
     root = tree(folder)
     lines = []
     data = load_data(Choice("pets"), folder, report=lines.append)
-    assert isinstance(data, DataSet)
+    assert isinstance(data, ImageDataset)
     assert data.train.images.shape == (6, 8, 10, 3)
     assert lines == [f"packing pets into {folder / PACKED}"]
     monkeypatch.setattr("torchcram.experiments.data.images.packed.pack", None)

@@ -102,12 +102,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer
         normalize=cram.normalize,
         mask_interval=cram.mask_interval,
         base_step_probability=cram.base_step_probability,
-        weights=trained_weights(recipe, model) if rule.compresses else None,
+        weights=cram_weights(recipe, model) if rule.compresses else None,
         seed=seed,
     )
 
 
-def trained_weights(recipe: Recipe, model: nn.Module) -> Weights:
+def cram_weights(recipe: Recipe, model: nn.Module) -> Weights:
     """Returns the weights that CrAM compresses in training; without CrAM, all compressible ones."""
     cram = recipe.cram
     if cram is None:

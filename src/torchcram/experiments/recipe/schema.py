@@ -199,7 +199,7 @@ class CramConfig:
     Attributes:
         rule: Name of the update rule.
         operators: Operators as text, also ranges; every step draws one of them.
-        rho: Length of the ascent step.
+        rho: Factor of the ascent w + rho g, and its length where g is normalized.
         sparse_gradients: Whether the gradient at w~ is masked.
         normalize: Whether gradients are normalized; None leaves that to the rule.
         mask_interval: Number of uses of an operator between two selections of its masks.

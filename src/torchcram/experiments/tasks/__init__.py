@@ -66,7 +66,8 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         if TASKS.find(self.name) is None:
-            require_one_of("name", self.name, TASKS.names())
+            names = TASKS.names() or ["none: no installed package announces a task"]
+            require_one_of("name", self.name, names)
         require_plain("args", self.args)
 
 

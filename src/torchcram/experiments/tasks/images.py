@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from torchcram.experiments.data.images import (
-    DataSet,
     EncodedDataset,
+    ImageDataset,
     calibration_batches,
     hold_out,
     load_data,
@@ -43,13 +43,13 @@ class ImageClassification(Task):
         batch_size: int,  # noqa: ARG002
         download: bool = False,
         report: Report | None = None,
-    ) -> DataSet | EncodedDataset:
+    ) -> ImageDataset | EncodedDataset:
         """Loads the images, decoded into memory or as files."""
         return load_data(self.data, folder, download=download, report=report)
 
     def batches(
         self,
-        data: DataSet | EncodedDataset,
+        data: ImageDataset | EncodedDataset,
         *,
         train: bool,
         batch_size: int,
@@ -77,7 +77,7 @@ class ImageClassification(Task):
     def score(
         self,
         model: nn.Module,
-        data: DataSet | EncodedDataset,  # noqa: ARG002
+        data: ImageDataset | EncodedDataset,  # noqa: ARG002
         batches: Batches,
         *,
         device: torch.device,
@@ -88,12 +88,12 @@ class ImageClassification(Task):
         return Score(accuracy(model, batches.epoch(0), device, precision=precision, ranks=ranks))
 
     def hold_out(
-        self, data: DataSet | EncodedDataset, fraction: float = 0.1, seed: int = 0
-    ) -> DataSet | EncodedDataset:
+        self, data: ImageDataset | EncodedDataset, fraction: float = 0.1, seed: int = 0
+    ) -> ImageDataset | EncodedDataset:
         """Returns the dataset with a part of every class of the training images to test on."""
         return hold_out(data, fraction, seed)  # type: ignore[type-var]  # of its kind
 
-    def example(self, data: DataSet | EncodedDataset, size: int) -> Tensor:
+    def example(self, data: ImageDataset | EncodedDataset, size: int) -> Tensor:
         """Returns the first test images."""
         self.require_size(data, size)
         batches = make_batches(
@@ -111,7 +111,7 @@ class ImageClassification(Task):
 
     @torch.no_grad()
     def check_model(
-        self, model: nn.Module, data: DataSet | EncodedDataset, *, device: torch.device
+        self, model: nn.Module, data: ImageDataset | EncodedDataset, *, device: torch.device
     ) -> None:
         """Raises ValueError unless the model maps an image to a score for every class."""
         shape, name = self.image_shape(data), self.model.name
@@ -131,7 +131,7 @@ class ImageClassification(Task):
 
     def calibration_batches(
         self,
-        data: DataSet | EncodedDataset,
+        data: ImageDataset | EncodedDataset,
         samples: int,
         *,
         batch_size: int,
@@ -152,9 +152,9 @@ class ImageClassification(Task):
     def require_transfer(self) -> None:
         """Does nothing, as the last layer can be replaced."""
 
-    def image_shape(self, data: DataSet | EncodedDataset) -> tuple[int, int, int]:
+    def image_shape(self, data: ImageDataset | EncodedDataset) -> tuple[int, int, int]:
         """Returns the channels, height and width of the images that a model sees."""
-        if isinstance(data, DataSet):
+        if isinstance(data, ImageDataset):
             height, width, channels = data.test.images.shape[1:]
             return channels, height, width
         size = self.data.image_size or 1

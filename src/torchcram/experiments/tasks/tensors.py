@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchcram.experiments.io.weights import digest
 from torchcram.experiments.ranks import SINGLE, WHOLE, Ranks, Shard
 from torchcram.experiments.seeds import seeded
-from torchcram.experiments.tasks.base import Report, Score, Task
-from torchcram.experiments.tasks.images import accuracy
+from torchcram.experiments.tasks.base import Report, Score, Task, autocast
+from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +53,7 @@ class TensorData:
         train: Training split.
         test: Test split.
         classes: Names of the model's outputs.
-        contents: Digest that tells datasets of one name and size apart, if you have one.
+        contents: Digest that tells datasets of one name and size apart; computed if not given.
     """
 
     name: str
@@ -60,6 +61,15 @@ class TensorData:
     test: TensorSplit
     classes: tuple[str, ...]
     contents: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.contents:
+            tensors = {
+                f"{name} {part}": getattr(split, part)
+                for name, split in (("train", self.train), ("test", self.test))
+                for part in ("inputs", "labels")
+            }
+            object.__setattr__(self, "contents", digest(tensors))
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -118,7 +128,13 @@ class TensorBatches:
 
 @dataclass(frozen=True)
 class TensorTask(Task):
-    """A task on tensors, scored by accuracy: a subclass defines `load`, and more if it differs."""
+    """A task on tensors, scored by accuracy: a subclass defines `load`, and more if it differs.
+
+    `loss` is cross-entropy and `measure` accuracy; a task that overrides `measure` says the name of
+    its metric by `metric`.
+    """
+
+    has_batchnorm: ClassVar[bool] = True
 
     @abstractmethod
     def load(
@@ -151,6 +167,16 @@ class TensorTask(Task):
             shard=ranks.shard,
         )
 
+    def measure(self, outputs: Tensor, labels: Tensor) -> float:
+        """Returns the metric of all outputs for the test split: accuracy, unless overridden.
+
+        Args:
+            outputs: Outputs of the model, (n, ...), on the CPU.
+            labels: Labels, (n, ...), on the CPU.
+        """
+        return float((outputs.argmax(1) == labels).double().mean())
+
+    @torch.no_grad()
     def score(
         self,
         model: nn.Module,
@@ -161,8 +187,33 @@ class TensorTask(Task):
         precision: str = "fp32",
         ranks: Ranks = SINGLE,
     ) -> Score:
-        """Returns the accuracy of a model."""
-        return Score(accuracy(model, batches.epoch(0), device, precision=precision, ranks=ranks))
+        """Returns what `measure` gives for the outputs of all ranks; below 0 counts as 0."""
+        outputs, labels = [], []
+        with eval_mode(model):
+            for inputs, wanted in batches.epoch(0):
+                with autocast(device, precision):
+                    outputs.append(model(inputs).float().cpu())
+                labels.append(wanted.cpu())
+        gathered = ranks.all_gather((outputs, labels))
+        outputs, labels = (
+            [tensor for parts in gathered for tensor in parts[which]] for which in (0, 1)
+        )
+        value = self.measure(torch.cat(outputs), torch.cat(labels))
+        if value < 0:  # such as R2 of a model that is worse than the mean
+            return Score(0.0, self.metric, {self.metric: value})
+        return Score(value, self.metric)
+
+    def check_model(self, model: nn.Module, data: TensorData, *, device: torch.device) -> None:
+        """Raises ValueError unless the model takes a batch of two inputs."""
+        inputs = data.train.inputs[:1].expand(2, *data.train.inputs.shape[1:]).to(device)
+        try:
+            with torch.no_grad():
+                model.eval()(inputs)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"model {self.model.name!r} does not take the inputs of {data.name!r}, "
+                f"{tuple(data.train.inputs.shape[1:])} each: {error}"
+            ) from error
 
     def hold_out(self, data: TensorData, fraction: float = 0.1, seed: int = 0) -> TensorData:
         """Returns the dataset with a random part of the training split to test on."""

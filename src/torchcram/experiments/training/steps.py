@@ -139,17 +139,17 @@ def train_on(
     loss: Loss = cross_entropy,
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
-    images, labels = batch
+    inputs, labels = batch
     losses: list[Tensor] = []
     teacher_scores = None
     if config.distillation is not None and teacher is not None:
-        with torch.no_grad(), autocast(images.device, config.precision):
-            teacher_scores = teacher(images)
+        with torch.no_grad(), autocast(inputs.device, config.precision):
+            teacher_scores = teacher(inputs)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        with autocast(images.device, config.precision):
-            value = loss_of(model(images), labels, config, teacher_scores, loss=loss)
+        with autocast(inputs.device, config.precision):
+            value = loss_of(model(inputs), labels, config, teacher_scores, loss=loss)
         value.backward()
         losses.append(value.detach())
         return losses[-1]

@@ -33,8 +33,8 @@ from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
     build_optimizer,
+    cram_weights,
     to_device,
-    trained_weights,
 )
 from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.checkpoint import (
@@ -186,7 +186,7 @@ def train(
         )
         if not finished:
             policy = (
-                _ToTheEnd(eval_interval, checkpoint_interval)
+                _StopPolicy(eval_interval, checkpoint_interval)
                 if recipe.train.early_stopping is None
                 else _EarlyStopping()
             )
@@ -254,10 +254,10 @@ class Trainer:
 
     # the training
 
-    def fit(self, policy: _ToTheEnd, make_step: MakeStep, progress: Progress | None) -> None:
+    def fit(self, policy: _StopPolicy, make_step: MakeStep, progress: Progress | None) -> None:
         """Trains until the policy ends it; writes the model and its score to the folder."""
-        plan, data = policy.begin(self)
-        epochs = _Epochs(self, plan, data, make_step, progress)
+        recipe_of_epochs, data = policy.begin(self)
+        epochs = _Epochs(self, recipe_of_epochs, data, make_step, progress)
         epochs.report(self.done)
         with self._open_log() as log:
             while not policy.is_over(self.done):
@@ -399,7 +399,7 @@ class _Epochs:
             model, trainer.optimizer, self._batches, recipe.train, device, loss=task.loss
         )
         operators = recipe.cram.operators if recipe.cram is not None else ()
-        self._mask_change = MaskChange(trained_weights(recipe, trainer.model), operators)
+        self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
 
@@ -502,8 +502,8 @@ class _Epochs:
         return small.after[0].value
 
 
-class _ToTheEnd:
-    """Trains for all epochs of the recipe; the last model counts."""
+class _StopPolicy:
+    """When a training ends and which model counts: after all epochs, and the last one."""
 
     def __init__(self, eval_interval: int, checkpoint_interval: int) -> None:
         self._eval_interval, self._checkpoint_interval = eval_interval, checkpoint_interval
@@ -545,7 +545,7 @@ class _ToTheEnd:
         """Removes files that only an unfinished training needs."""
 
 
-class _EarlyStopping(_ToTheEnd):
+class _EarlyStopping(_StopPolicy):
     """Trains in rounds, parts of an epoch with a test after each; the best model counts.
 
     The log has one record per round, with the metric on the held-out part of the training split;
@@ -568,13 +568,13 @@ class _EarlyStopping(_ToTheEnd):
             raise ValueError(f"{recipe.name}: {error}") from None
         batches = max(1, len(divided.train) // recipe.train.batch_size)
         tests = min(stop.tests, batches)
-        plan = _in_rounds(recipe, tests)
+        recipe_of_epochs = _in_rounds(recipe, tests)
         self._trainer, self._patience = trainer, stop.patience
-        self._epochs = plan.train.epochs
+        self._epochs = recipe_of_epochs.train.epochs
         self._values = trainer.ranks.broadcast_from_rank0(
             lambda: held_out_values(trainer.folder, trainer.done)
         )
-        return plan, task.divide_epochs(divided, tests)
+        return recipe_of_epochs, task.divide_epochs(divided, tests)
 
     def is_over(self, done: int) -> bool:
         """Whether all rounds are done, or `patience` rounds brought no improvement."""

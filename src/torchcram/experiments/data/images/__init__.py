@@ -2,9 +2,9 @@
 
 from torchcram.experiments.data.images.batches import calibration_batches, make_batches
 from torchcram.experiments.data.images.datasets import (
-    DataSet,
     EncodedDataset,
     EncodedImages,
+    ImageDataset,
     Images,
     hold_out,
 )
@@ -18,9 +18,9 @@ __all__ = [
     "AUGMENTS",
     "NO_LABEL",
     "WHOLE",
-    "DataSet",
     "EncodedDataset",
     "EncodedImages",
+    "ImageDataset",
     "Images",
     "ResidentBatches",
     "Shard",

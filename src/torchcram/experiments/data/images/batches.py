@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchcram.experiments.data.images.datasets import DataSet, EncodedDataset
+from torchcram.experiments.data.images.datasets import EncodedDataset, ImageDataset
 from torchcram.experiments.data.images.resident import STREAMED, ResidentBatches
 from torchcram.experiments.data.images.stream import StreamBatches
 from torchcram.experiments.ranks import WHOLE, Shard
@@ -16,7 +16,7 @@ from torchcram.experiments.seeds import mixed, seeded
 
 
 def make_batches(
-    data: DataSet | EncodedDataset,
+    data: ImageDataset | EncodedDataset,
     *,
     train: bool,
     batch_size: int,
@@ -40,7 +40,7 @@ def make_batches(
         workers: Number of processes that decode streamed images.
         shard: Rows of every training batch, or whole test batches, that this rank takes.
     """
-    if isinstance(data, DataSet):
+    if isinstance(data, ImageDataset):
         return ResidentBatches(
             data.train if train else data.test,
             batch_size=batch_size,
@@ -70,7 +70,7 @@ def make_batches(
 
 
 def calibration_batches(
-    data: DataSet | EncodedDataset,
+    data: ImageDataset | EncodedDataset,
     samples: int,
     batch_size: int,
     *,
@@ -99,7 +99,7 @@ def calibration_batches(
         raise ValueError(f"{samples} samples in batches of {batch_size}: both must be at least 1")
     order = torch.randperm(len(data.train), generator=seeded(seed, "calibration"))[:samples]
     steps = -(-len(order) // batch_size)
-    chosen: DataSet | EncodedDataset = replace(data, train=data.train.take(order))  # type: ignore[arg-type]
+    chosen: ImageDataset | EncodedDataset = replace(data, train=data.train.take(order))  # type: ignore[arg-type]
     return make_batches(
         chosen,
         train=True,

@@ -153,7 +153,7 @@ def pixels(image: Image) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split of a `DataSet`.
+    """One split of a `ImageDataset`.
 
     Attributes:
         images: Pixels, uint8, (n, h, w, channels).
@@ -184,7 +184,7 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
-class DataSet:
+class ImageDataset:
     """A dataset of decoded images, in memory or mapped into it from a file.
 
     Attributes:
@@ -246,7 +246,7 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(means), tuple(deviations)
 
 
-Data = TypeVar("Data", DataSet, EncodedDataset)
+Data = TypeVar("Data", ImageDataset, EncodedDataset)
 
 
 def hold_out(data: Data, fraction: float = 0.1, seed: int = 0) -> Data:

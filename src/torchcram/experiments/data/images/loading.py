@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.experiments.data.images.datasets import DataSet, EncodedDataset, Images
+from torchcram.experiments.data.images.datasets import EncodedDataset, ImageDataset, Images
 from torchcram.experiments.data.images.digits import split_digits
 from torchcram.experiments.data.images.folders import (
     archives_fingerprint,
@@ -43,7 +43,7 @@ def load_data(
     *,
     download: bool = False,
     report: Report | None = None,
-) -> DataSet | EncodedDataset:
+) -> ImageDataset | EncodedDataset:
     """Loads a dataset by its name.
 
     Images are decoded once, into one file beside the data, or in the user's cache folder if that is
@@ -79,7 +79,7 @@ def load_data(
     return data
 
 
-def _digits(config: DataConfig) -> DataSet:
+def _digits(config: DataConfig) -> ImageDataset:
     """Returns the digits, split as in the demonstration."""
     if config.augment == STREAMED or config.image_size not in (None, 8):
         raise ValueError(
@@ -91,7 +91,7 @@ def _digits(config: DataConfig) -> DataSet:
         Images(pixels.mul(15).to(torch.uint8).unsqueeze(-1), targets)  # still whole numbers
         for pixels, targets in ((train, labels), (test, test_labels))
     )
-    return DataSet(DIGITS, learnt, tested, tuple(map(str, range(10))))
+    return ImageDataset(DIGITS, learnt, tested, tuple(map(str, range(10))))
 
 
 def _find(name: str, folder: Path, download: bool) -> Source | None:

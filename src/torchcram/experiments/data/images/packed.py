@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchcram.experiments.data.images.datasets import (
-    DataSet,
     EncodedDataset,
     EncodedImage,
+    ImageDataset,
     Images,
     decode,
     pixels,
@@ -32,7 +32,7 @@ def packed_name(name: str, image_size: int | None) -> str:
     return f"{name}.{image_size or 'native'}.packed.safetensors"
 
 
-def pack(data: EncodedDataset, image_size: int | None = None) -> DataSet:
+def pack(data: EncodedDataset, image_size: int | None = None) -> ImageDataset:
     """Decodes all images into memory.
 
     Args:
@@ -46,7 +46,7 @@ def pack(data: EncodedDataset, image_size: int | None = None) -> DataSet:
         Images(_decoded(split.images, (high, wide), first, image_size), split.labels)
         for split in (data.train, data.test)
     )
-    return DataSet(data.name, train, test, data.classes)
+    return ImageDataset(data.name, train, test, data.classes)
 
 
 def _decoded(
@@ -77,7 +77,7 @@ def _decoded(
     return out
 
 
-def write_packed(data: DataSet, path: Path, *, image_size: int | None, source: str) -> None:
+def write_packed(data: ImageDataset, path: Path, *, image_size: int | None, source: str) -> None:
     """Writes a packed file, atomically.
 
     Args:
@@ -106,7 +106,7 @@ def write_packed(data: DataSet, path: Path, *, image_size: int | None, source: s
 
 def read_packed(
     path: Path, *, name: str, image_size: int | None, source: str | None = None
-) -> DataSet:
+) -> ImageDataset:
     """Maps a packed file into memory.
 
     Args:
@@ -127,7 +127,7 @@ def read_packed(
             for split in ("train", "test")
         )
         classes, mean, std = (tuple(description[key]) for key in ("classes", "mean", "std"))
-        return DataSet(name, train, test, classes, mean, std)
+        return ImageDataset(name, train, test, classes, mean, std)
 
 
 Report = Callable[[str], None]
@@ -150,7 +150,7 @@ class Source:
     streams: bool = True
 
 
-def packed_alone(name: str, image_size: int | None, folder: Path) -> DataSet | None:
+def packed_alone(name: str, image_size: int | None, folder: Path) -> ImageDataset | None:
     """Reads a packed file whose source is missing; returns None if there is no such file."""
     folders = [folder]
     if folder.absolute().name == name:
@@ -164,7 +164,7 @@ def packed_alone(name: str, image_size: int | None, folder: Path) -> DataSet | N
 
 def packed(
     name: str, image_size: int | None, source: Source, *, report: Report | None = None
-) -> DataSet:
+) -> ImageDataset:
     """Reads the packed file of a source; makes it first if it is missing, damaged or out of date.
 
     It lies beside the source, or in the user's cache folder if that is read-only.
@@ -177,7 +177,7 @@ def packed(
     """
     fingerprint = source.fingerprint()
 
-    def read(path: Path) -> DataSet:
+    def read(path: Path) -> ImageDataset:
         return read_packed(path, name=name, image_size=image_size, source=fingerprint)
 
     def write(path: Path) -> None:
