@@ -21,10 +21,14 @@ def some(count, classes=2, size=4, channels=3):
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (torch.zeros(2, 4, 4, 3), torch.zeros(2).long(), r"float32 .* needed is uint8"),
+        (torch.zeros(2, 4, 4, 3), torch.zeros(2).long(), r"must be uint8 .*float32"),
         (torch.zeros(2, 4, 4).byte(), torch.zeros(2).long(), r"\(2, 4, 4\)"),
-        (torch.zeros(2, 4, 4, 3).byte(), torch.zeros(3).long(), r"\(3,\): .* int64, \(2,\)"),
-        (torch.zeros(2, 4, 4, 3).byte(), torch.zeros(2), r"labels are torch.float32"),
+        (
+            torch.zeros(2, 4, 4, 3).byte(),
+            torch.zeros(3).long(),
+            r"must be int64 of shape \(2,\), got .* \(3,\)",
+        ),
+        (torch.zeros(2, 4, 4, 3).byte(), torch.zeros(2), r"labels must be int64 .* torch.float32"),
     ],
 )
 def test_images_of_another_form_are_refused(images, labels, message):
@@ -33,7 +37,7 @@ def test_images_of_another_form_are_refused(images, labels, message):
 
 
 def test_a_data_set_that_does_not_fit_together_is_refused():
-    with pytest.raises(ValueError, match=r"labels from 0 to 2: with 2 classes needed is 0 to 1"):
+    with pytest.raises(ValueError, match="2 classes: labels must be from 0 to 1, got 0 to 2"):
         ImageDataset("pets", some(6), some(6, classes=3), ("cat", "dog"))
     with pytest.raises(ValueError, match="'pets' has a split without images"):
         ImageDataset("pets", some(6), some(0), ("cat", "dog"))
@@ -116,5 +120,5 @@ def test_pictures_can_be_held_out_too():
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
 def test_a_fraction_out_of_range_is_refused(fraction):
     data = ImageDataset("all", numbered([0] * 10), numbered([0]), ("one",))
-    with pytest.raises(ValueError, match="is not between 0 and 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         hold_out(data, fraction)

@@ -109,9 +109,9 @@ def test_other_safetensors_files_are_refused(tmp_path, metadata):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"name": "cars"}, "its name is 'pets', needed is 'cars'"),
-        ({"image_size": 32}, "its image_size is None, needed is 32"),
-        ({"source": "there"}, "its source is 'here', needed is 'there'"),
+        ({"name": "cars"}, "its name is 'pets', expected 'cars'"),
+        ({"image_size": 32}, "its image_size is None, expected 32"),
+        ({"source": "there"}, "its source is 'here', expected 'there'"),
     ],
 )
 def test_another_data_set_is_refused(tmp_path, wanted, message):

@@ -202,7 +202,7 @@ def test_archives_are_to_be_unpacked_for_streaming(folder, tmp_path):
     [
         (
             Choice("pets"),
-            r"looked for pets/train, pets.tar.xz .* Known by name are: digits, cifar10",
+            r"looked for pets/train, pets.tar.xz .* known by name: digits, cifar10",
         ),
         (Choice("cifar10"), r"cifar-10-batches-py, .* CIFAR10 has it; download it"),
         (Choice("stanford-cars"), r"stanford_cars, .* it cannot be downloaded"),
@@ -210,7 +210,7 @@ def test_archives_are_to_be_unpacked_for_streaming(folder, tmp_path):
         (Choice(".."), r"'..' is not the name of a folder"),
         (Choice(""), r"'' is not the name of a folder"),
         (Choice("pets", "mixup"), r"augment 'mixup' is not one of 'none', .*'resized-crop-flip'"),
-        (Choice("pets", image_size=0), r"image_size 0 is not a positive number"),
+        (Choice("pets", image_size=0), "image_size must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(folder, choice, message):

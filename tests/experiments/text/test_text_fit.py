@@ -105,7 +105,7 @@ def test_a_model_may_have_no_limit_of_positions():
 def test_a_model_with_another_head_is_named():
     config = roberta(40)
     config.num_labels = 3
-    with pytest.raises(ValueError, match=r"no head for sst2: .* \(2, 3\), needed is \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"no head for sst2: .* \(2, 3\), but \(2, 2\) is needed"):
         require_fit(built(config), data("sst2", 12, 34), device=CPU)
 
 

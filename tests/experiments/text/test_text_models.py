@@ -79,7 +79,7 @@ def test_models_are_found(tiny, monkeypatch):
     monkeypatch.setenv("TORCHCRAM_MODELS", str(tiny.parent))
     assert find_model(f"transformers/{tiny.name}") == str(tiny)
     assert load_tokenizer(f"transformers/{tiny.name}").is_fast
-    with pytest.raises(ValueError, match="is no folder of a model"):
+    with pytest.raises(ValueError, match="is not the folder of a model"):
         find_model("./nowhere")
 
 

@@ -119,8 +119,8 @@ def test_columns_are_found_by_name_or_place():
         ("sst2", "", "is empty"),
         ("sst2", "sentence\tlable\nx\t1\n", "has no column 'label'; it has: 'sentence', 'lable'"),
         ("rte", "a\tb\n", "no column 'sentence1' and no 'sentence2' and no 'label'"),
-        ("sst2", "sentence\tlabel\n", "no line to use out of 0"),
-        ("cola", "a\tb\n", "no line to use out of 1; needed: 4 columns, the label one of 0, 1"),
+        ("sst2", "sentence\tlabel\n", "no usable line out of 0"),
+        ("cola", "a\tb\n", "no usable line out of 1; allowed: 4 columns, the label one of 0, 1"),
     ],
 )
 def test_bad_tsv_is_named(task, text, said):
@@ -157,10 +157,12 @@ def test_what_is_missing_twice_or_damaged_is_named(tmp_path):
     for name in ("train-a.json", "train-b.json"):
         (tmp_path / "squad" / name).write_text("{}")
     found = files.find("squad", "squad", tmp_path)
-    with pytest.raises(ValueError, match=r"one file train\*.json; there is: train-a.json, train-b"):
+    with pytest.raises(
+        ValueError, match=r"one file train\*.json is needed; there is: train-a.json, train-b"
+    ):
         files.read(found, "squad")
     (tmp_path / "squad" / "train-b.json").unlink()
-    with pytest.raises(ValueError, match=r"needed is one file dev\*.json; there is: none"):
+    with pytest.raises(ValueError, match=r"one file dev\*.json is needed; there is: none"):
         files.read(found, "squad")
     (tmp_path / "rte.tar.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="is damaged or no archive"):

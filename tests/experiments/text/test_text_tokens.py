@@ -157,6 +157,6 @@ def test_held_out_paragraphs_are_not_trained_on(coder):
     kept = held.test.examples[0]
     assert held.test.tokens[: held.test.ends[0]].equal(texts.take(kept.view(1)).tokens)
     for wrong in (0, 1, 2):
-        with pytest.raises(ValueError, match="is not between 0 and 1"):
+        with pytest.raises(ValueError, match="must be between 0 and 1"):
             data.hold_out(wrong)
     assert torch.equal(data.hold_out(0.2, seed=3).test.tokens, held.test.tokens)

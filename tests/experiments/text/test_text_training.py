@@ -157,9 +157,9 @@ def test_sentences_are_classified(tiny):
     ("what", "said"),
     [
         ("positions", "does not take the texts of 'squad': its max_position_embeddings is 8"),
-        ("words", "its vocab_size is 20, needed is"),
+        ("words", "its vocab_size is 20, at least"),
         ("head", "cannot be loaded with a head for squad"),
-        ("nothing", "is no folder of a model, there is no config.json"),
+        ("nothing", "is not the folder of a model: there is no config.json"),
     ],
 )
 def test_a_model_that_does_not_go_with_the_data_is_named(what, said, questions, tmp_path):

@@ -115,7 +115,7 @@ def open_cache(path: Path, what: str, expected: Mapping[str, Any]) -> Iterator[t
             description = json.loads((file.metadata() or {})[KEY])
             for key, value in expected.items():
                 if description[key] != value:
-                    raise ValueError(f"its {key} is {description[key]!r}, needed is {value!r}")
+                    raise ValueError(f"its {key} is {description[key]!r}, expected {value!r}")
             yield file, description
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise CacheError(f"{path} is not {what}: {error}") from error

@@ -118,7 +118,9 @@ def find_model(name: str) -> str:
         return bare
     path = Path(name).expanduser()
     if not (path / "config.json").is_file():
-        raise ValueError(f"model {name!r}: {path} is no folder of a model, there is no config.json")
+        raise ValueError(
+            f"model {name!r}: {path} is not the folder of a model: there is no config.json"
+        )
     return str(path)
 
 
@@ -168,7 +170,7 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
     # Transformers makes an empty one if the files are missing; T5's has a mark for blanks
     if not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}:
         raise ValueError(
-            f"model {name!r} has no tokenizer: its vocabulary has no words; needed are its files, "
+            f"model {name!r} has no tokenizer: its vocabulary has no words; it needs its files, "
             "as tokenizer.json or vocab.txt"
         )
     tokenizer.model_max_length = int(1e9)  # `text.length` says how long sequences are

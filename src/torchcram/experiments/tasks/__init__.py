@@ -82,12 +82,12 @@ def register_task(name: str) -> Callable[[Kind], Kind]:
         name: Name of the task: a letter, then letters, digits, "-" and "_".
 
     Raises:
-        ValueError: If the name is taken, or the class is no frozen dataclass.
+        ValueError: If the name is taken, or the class is not a frozen dataclass.
     """
 
     def register(kind: Kind) -> Kind:
         if not isinstance(kind, type) or not issubclass(kind, Task):
-            raise ValueError(f"@register_task({name!r}): {kind!r} is no subclass of Task")
+            raise ValueError(f"@register_task({name!r}): {kind!r} is not a subclass of Task")
         TASKS.add(name, kind)
         return kind
 

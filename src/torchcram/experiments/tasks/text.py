@@ -207,7 +207,7 @@ def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
         if known is not None and 0 <= known < needed:  # -1 is no limit, as in XLNet
             raise ValueError(
                 f"model {name!r} does not take the texts of {data.name!r}: its {key} "
-                f"is {known}, needed is {needed}"
+                f"is {known}, at least {needed} is needed"
             )
     alone, batch = _short_and_long(data)
     try:
@@ -222,7 +222,7 @@ def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
     if tuple(scores.shape) != shape:
         raise ValueError(
             f"model {name!r} has no head for {data.kind}: its scores are of shape "
-            f"{tuple(scores.shape)}, needed is {shape}"
+            f"{tuple(scores.shape)}, but {shape} is needed"
         )
     padded = scores[:1] if data.format.sentences is not None else scores[:1, : alone.shape[-1]]
     if not torch.allclose(padded, expected, rtol=0, atol=CLOSE, equal_nan=True):

@@ -166,13 +166,13 @@ class Images:
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.dim() != 4:
             raise ValueError(
-                f"images are {self.images.dtype} of shape {tuple(self.images.shape)}: "
-                "needed is uint8, (n, h, w, channels)"
+                "images must be uint8 of shape (n, h, w, channels), got "
+                f"{self.images.dtype} of shape {tuple(self.images.shape)}"
             )
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
             raise ValueError(
-                f"labels are {self.labels.dtype} of shape {tuple(self.labels.shape)}: "
-                f"needed is int64, ({len(self.images)},)"
+                f"labels must be int64 of shape ({len(self.images)},), got "
+                f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
             )
 
     def __len__(self) -> int:
@@ -210,8 +210,8 @@ class ImageDataset:
             low, high = split.labels.aminmax()
             if low < 0 or high >= len(self.classes):
                 raise ValueError(
-                    f"dataset {self.name!r} has labels from {int(low)} to {int(high)}: "
-                    f"with {len(self.classes)} classes needed is 0 to {len(self.classes) - 1}"
+                    f"dataset {self.name!r} has {len(self.classes)} classes: labels must be from 0 "
+                    f"to {len(self.classes) - 1}, got {int(low)} to {int(high)}"
                 )
         train, test = (tuple(split.images.shape[1:]) for split in (self.train, self.test))
         if train != test:
@@ -261,7 +261,7 @@ def hold_out(data: Data, fraction: float = 0.1, seed: int = 0) -> Data:
         seed: Seed of the choice.
     """
     if not 0 < fraction < 1:
-        raise ValueError(f"fraction {fraction!r} is not between 0 and 1")
+        raise ValueError(f"fraction must be between 0 and 1, got {fraction!r}")
     generator = seeded(seed, "hold out")
     labels = data.train.labels
     held = torch.zeros(len(labels), dtype=torch.bool)

@@ -61,7 +61,7 @@ def load_data(
     """
     check_augment(config.augment)
     if config.image_size is not None and config.image_size < 1:
-        raise ValueError(f"image_size {config.image_size!r} is not a positive number")
+        raise ValueError(f"image_size must be at least 1, got {config.image_size!r}")
     if config.name == DIGITS:
         return _digits(config)
     if folder is None:
@@ -126,7 +126,7 @@ def _missing(name: str, folder: Path) -> ValueError:
     if known is None:
         return ValueError(
             f"dataset {name!r} is not in {folder}: looked for {name}/train, {name}.tar.xz and "
-            f"{name}-train.tar.xz or {name}-train-1.tar.xz. Known by name are: "
+            f"{name}-train.tar.xz or {name}-train-1.tar.xz; known by name: "
             f"{', '.join(dataset_names())}"
         )
     how = "download it (--download)" if known.downloadable else "it cannot be downloaded"

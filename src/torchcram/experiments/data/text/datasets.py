@@ -134,7 +134,7 @@ class TextSet:
             seed: Seed of the choice.
         """
         if not 0 < fraction < 1:
-            raise ValueError(f"fraction {fraction!r} is not between 0 and 1")
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction!r}")
         group = self.train.examples
         if self.train.references is not None:
             group = torch.tensor(self.train.references.context_of)[group]

@@ -95,7 +95,7 @@ def read(location: Location, task: str) -> tuple[Split, Split]:
         matching = [name for name in sorted(files) if fnmatch.fnmatchcase(name, pattern)]
         if len(matching) != 1:
             there = ", ".join(matching) or "none"
-            raise ValueError(f"{location.source}: needed is one file {pattern}; there is: {there}")
+            raise ValueError(f"{location.source}: one file {pattern} is needed; there is: {there}")
         where = f"{location.source}: {location.inside}/{matching[0]}"
         path = location.source / matching[0]
         splits.append(

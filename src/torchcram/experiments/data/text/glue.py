@@ -56,7 +56,7 @@ def read_tsv(content: bytes, where: str, *, sentences: Sentences) -> Labelled:
     kept = [line for line in lines if len(line) == width and line[numbers[-1]] in sentences.labels]
     if not kept:
         allowed = f"{width} columns, the label one of {', '.join(sentences.labels)}"
-        raise ValueError(f"{where} has no line to use out of {len(lines)}; needed: {allowed}")
+        raise ValueError(f"{where} has no usable line out of {len(lines)}; allowed: {allowed}")
     columns = [tuple(line[number].strip() for line in kept) for number in numbers]
     return Labelled(
         first=columns[0],

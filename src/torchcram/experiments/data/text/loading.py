@@ -73,7 +73,7 @@ def write_tokens(data: TextSet, path: Path, key: CacheKey) -> None:
         tensors |= {f"{name}.{field}": getattr(split, field) for field in TENSORS}
         if split.references is not None:
             text = bytearray(_written(split.references))
-            tensors[f"{name}.gold"] = torch.frombuffer(text, dtype=torch.uint8)
+            tensors[f"{name}.references"] = torch.frombuffer(text, dtype=torch.uint8)
     described = {"format": FORMAT, **asdict(key), "contents": data.contents, "notes": data.notes}
     write_cache(path, tensors, described)
 
@@ -90,8 +90,8 @@ def read_tokens(path: Path, key: CacheKey) -> TextSet:
         train, test = (
             Texts(
                 **{name: file.get_tensor(f"{split}.{name}") for name in TENSORS},
-                references=_references(file.get_tensor(f"{split}.gold"))
-                if f"{split}.gold" in names
+                references=_references(file.get_tensor(f"{split}.references"))
+                if f"{split}.references" in names
                 else None,
             )
             for split in SPLITS

@@ -75,7 +75,7 @@ def read_squad(content: bytes, where: str, *, placed: bool) -> Questions:
     except (ValueError, RecursionError) as error:  # also for numbers with too many digits
         raise ValueError(f"{where} is not JSON: {error}") from None
     except (KeyError, TypeError, AttributeError, _NotSquadError) as error:
-        raise ValueError(f"{where} is not SQuAD v1.1 ({error}): needed is {SHAPE}") from None
+        raise ValueError(f"{where} is not SQuAD v1.1 ({error}); it must have {SHAPE}") from None
     contexts = tuple(context for context, _ in paragraphs)
     questions, misplaced, unanswered = [], 0, 0
     for number, (context, entries) in enumerate(paragraphs):
@@ -117,13 +117,13 @@ def _paragraphs(data: Any) -> Iterator[tuple[str, Entries]]:  # noqa: ANN401
 
 def _list(value: Any, name: str) -> list[Any]:  # noqa: ANN401
     if not isinstance(value, list):
-        raise _NotSquadError(f"{name!r} is no list")
+        raise _NotSquadError(f"{name!r} is not a list")
     return value
 
 
 def _text(value: Any, name: str) -> str:  # noqa: ANN401
     if not isinstance(value, str):
-        raise _NotSquadError(f"{name!r} is no text")
+        raise _NotSquadError(f"{name!r} is not a text")
     try:
         value.encode()  # JSON can hold lone surrogates, which tokenizers cannot take
     except UnicodeEncodeError as error:
@@ -134,7 +134,7 @@ def _text(value: Any, name: str) -> str:  # noqa: ANN401
 
 def _offset(value: Any) -> int:  # noqa: ANN401
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _NotSquadError("'answer_start' is no whole number")
+        raise _NotSquadError("'answer_start' is not a whole number")
     return value
 
 
