@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torchcram import artifact
 from torchcram.experiments.bench.engines import UnableError, cpu_engines, gpu_engines
 from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Timing
 from torchcram.experiments.bench.timer import timings_of
+from torchcram.experiments.io.files import slug
 from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.machine import machine_name, versions
 
@@ -222,7 +222,7 @@ class Files:
         return path
 
     def _path(self, candidate: Candidate, kind: str) -> Path:
-        return self._folder / f"{re.sub('[^A-Za-z0-9.+-]', '-', candidate.target)}.{kind}"
+        return self._folder / f"{slug(candidate.target, '+')}.{kind}"
 
 
 def _size_and_remove(path: Path) -> int:

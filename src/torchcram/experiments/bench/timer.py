@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from torchcram.experiments.bench.engines import Engine, PreparedRun, UnableError, Work
 from torchcram.experiments.bench.record import Times, Timing
+from torchcram.runtime.outputs import tensor_error
 
 if TYPE_CHECKING:
     from torchcram.experiments.bench.candidates import Candidate
@@ -170,14 +172,10 @@ def difference(expected: Tensor, outputs: object) -> float:
     Raises:
         UnableError: If the shapes differ, or other elements are not finite.
     """
-    actual = torch.as_tensor(outputs).detach().to("cpu", expected.dtype)
-    finite = expected.isfinite()
-    if actual.shape != expected.shape or not bool((actual.isfinite() == finite).all()):
+    error = tensor_error(expected, torch.as_tensor(outputs).detach().to("cpu", expected.dtype))
+    if math.isinf(error.error):
         raise UnableError("its outputs are not those of torch")
-    if not bool(finite.any()):
-        return 0.0
-    largest = float(expected[finite].abs().max())
-    return float((actual - expected)[finite].abs().max()) / max(largest, 1e-30)
+    return error.relative
 
 
 @contextmanager
