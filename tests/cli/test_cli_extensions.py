@@ -197,7 +197,7 @@ def test_what_does_not_go_with_a_task_is_refused(table, sets, message):
 
 
 def test_a_task_is_registered_once_and_by_a_task():
-    with pytest.raises(ValueError, match="is no subclass of Task"):
+    with pytest.raises(ValueError, match="is not a subclass of Task"):
         register_task("mine")(dict)
     with pytest.raises(ValueError, match="'texts' is taken by torchcram itself"):
         register_task("texts")(ImageClassification)
