@@ -39,7 +39,8 @@ viewcode_line_numbers = False
 nitpick_ignore_regex = [(r"py:.*", r"(?!torchcram).*")]
 nitpick_ignore = [
     ("py:class", "torchcram.layers.LayerWeights"),
-    ("py:class", "torchcram.operators.parse.Kind"),  # type variables
+    ("py:class", "torchcram.batches.Batch"),  # type variables
+    ("py:class", "torchcram.operators.parse.Kind"),
     ("py:class", "torchcram.pruners.parse.Kind"),
 ]
 

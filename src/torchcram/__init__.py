@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torchcram.version import __version__
 
 if TYPE_CHECKING:
+    from torchcram.batches import split_batch
     from torchcram.batchnorm import frozen_statistics, tune_batchnorm_
     from torchcram.compress import compress, compress_
     from torchcram.finetune import hold_masks
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
         sparsity,
     )
 
-_MODULES = ("batchnorm", "compress", "finetune", "operators", "optim", "weights")
+_MODULES = ("batches", "batchnorm", "compress", "finetune", "operators", "optim", "weights")
 """Modules that define the public names."""
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "parse_operator",
     "register_operator",
     "sparsity",
+    "split_batch",
     "tune_batchnorm_",
 ]
 

@@ -54,6 +54,24 @@ def test_the_compressed_loss_is_that_of_the_last_pass():
     assert step.losses() == pytest.approx((found[0], found[2]))
 
 
+@pytest.mark.parametrize(
+    ("dense", "compressed", "rows"),
+    [(0.5, 0.5, (slice(0, 32), slice(32, 64))), (1, 0.25, (slice(0, 64), slice(48, 64)))],
+)
+def test_passes_take_their_shares_of_the_batch(dense, compressed, rows):
+    given = recipe(f"cram.dense_share={dense}", f"cram.compressed_share={compressed}")
+    model, optimizer, batches = prepared(given)
+    seen = []
+    model.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    step = EagerStep(model, optimizer, batches, given.train, CPU, shares=given.cram.shares)
+    step.start_epoch(0)
+    step.run()
+    images, _ = next(batches.epoch(0))
+    assert [len(images) for images in seen] == [len(range(64)[part]) for part in rows]
+    assert all(torch.equal(images[part], taken) for part, taken in zip(rows, seen, strict=True))
+    assert all(value > 0 for value in step.losses())
+
+
 def test_plain_steps_do_not_count_as_compressed():
     given = recipe("optimizer.lr=0", "cram.base_step_probability=1.0")
     model, optimizer, batches = prepared(given)

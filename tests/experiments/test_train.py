@@ -42,6 +42,7 @@ VARIANTS = {
     "CrAM+-Multi with AdamW": recipe("optimizer.name=adamw", "optimizer.lr=0.001"),
     "C-SAM": recipe("cram.rule=C-SAM"),
     "masks kept": recipe("cram.mask_interval=3", "cram.operators=[global:0.5, global:0.3-0.9]"),
+    "half a batch each": recipe("cram.dense_share=0.5", "cram.compressed_share=0.5"),
     "some plain steps": recipe("cram.base_step_probability=0.4", "schedule.warmup_epochs=1"),
 }
 

@@ -50,9 +50,13 @@ class Shard(NamedTuple):
         """Returns the numbers of those out of `count` whole batches that are in this shard."""
         return range(self.rank, count, self.world_size)
 
+    def rows(self, size: int) -> int:
+        """Returns the number of rows of a batch of `size` in this shard."""
+        return len(range(size)[self.within(size)])
+
     def share(self, size: int) -> float:
         """Returns the fraction of a batch of `size` in this shard, from 0 to 1."""
-        return len(range(size)[self.within(size)]) / size
+        return self.rows(size) / size
 
 
 WHOLE = Shard()

@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 class CrAM(Wrapper):
     """Steps `base` with g~ = M * grad L(C(w + rho g)) + g; `rule` selects other formulas for g~.
 
+    The passes may see the same batch, so that a step costs two, or different parts of it
+    (`split_batch`): with a half each a step costs as much as a plain one, with the whole batch at w
+    and a half at w~ one and a half times as much. Take halves where there are epochs enough, as for
+    images trained from scratch, and the whole batch where every sample counts, as in fine-tuning.
+
     Args:
         model: Model to train.
         base: Optimizer that takes the steps and keeps its own state. Attach learning-rate
@@ -127,7 +132,11 @@ class CrAM(Wrapper):
         mark_trained(model, self.weights)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        compressed_closure: Callable[[], Any] | None = None,
+    ) -> Any:  # noqa: ANN401
         """Takes one step and returns the loss at w.
 
         Args:
@@ -135,14 +144,22 @@ class CrAM(Wrapper):
                 returns the loss. It is called once at w and once per pass of the rule (C-SAM has
                 two passes, all others one). None takes the step with the g~ that `compressed()`
                 has left in `.grad`.
+            compressed_closure: Function that is called in place of `closure` in the passes at w~,
+                for a step whose passes see different parts of a batch (see `split_batch`).
+
+        Raises:
+            ValueError: If there is a `compressed_closure` and no `closure`.
         """
         self._require_outside()
         if closure is None:
+            if compressed_closure is not None:
+                raise ValueError("compressed_closure needs a closure for the pass at w")
             self._require_ready()
             self._step_state.ready = False
             return self._guard.step()
         check_closure(closure)
         closure = torch.enable_grad()(closure)
+        at_compressed = torch.enable_grad()(compressed_closure or closure)
         self._step_state.passes, self._step_state.ready = [], False
         rng_state = self._rng_state()
         loss = closure()  # g
@@ -151,7 +168,7 @@ class CrAM(Wrapper):
                 if needed:
                     if rng_state is not None:
                         rng_state.restore()
-                    closure()  # grad L(w~)
+                    at_compressed()  # grad L(w~)
         self._step_state.ready = False
         self._guard.step()  # w <- w - lr g~
         return loss

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchcram import Operator, parse_operator
+from torchcram.batches import split_rows
 from torchcram.experiments.data.config import DataConfig, TextConfig
 from torchcram.experiments.io.dataclass_io import (
     UNLESS_DEFAULT,
@@ -207,6 +208,9 @@ class CramConfig:
         dense_ends: Whether the first and the last compressible layer stay dense.
         only: Regular expression that the names of the weights must match; null matches all.
         skip: Regular expression of the names of weights that stay dense.
+        dense_share: Share of every batch that the pass at w takes, the first samples of it.
+        compressed_share: Share of every batch that the passes at w~ take, the last samples of it;
+            0.5 and 0.5 make a step as cheap as a plain one.
     """
 
     rule: str = "CrAM+"
@@ -219,9 +223,19 @@ class CramConfig:
     dense_ends: bool = False
     only: str | None = None
     skip: str | None = None
+    dense_share: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    compressed_share: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Shares of a batch that the passes at w and at w~ take."""
+        return self.dense_share, self.compressed_share
 
     def __post_init__(self) -> None:
         require_one_of("rule", self.rule, RULES)
+        for key in ("dense_share", "compressed_share"):
+            share = getattr(self, key)
+            require(0 < share <= 1, key, share, "above 0 and at most 1")
         read = read_operators("operators", self.operators)
         object.__setattr__(self, "operators", tuple(map(str, read)))
         if RULES[self.rule].compresses:
@@ -312,7 +326,19 @@ class Recipe:
         allowed = f"at most train.epochs, which is {epochs}"
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
         self._check_schedule()
+        self._check_shares()
         self._check_task()
+
+    def _check_shares(self) -> None:
+        """Refuses shares of a batch that leave a pass without a sample."""
+        if self.cram is None:
+            return
+        try:
+            split_rows(self.train.batch_size, *self.cram.shares)
+        except ValueError:
+            allowed = f"shares with a sample each in a train.batch_size of {self.train.batch_size}"
+            problem = f"is {self.cram.dense_share}, with {self.cram.compressed_share} at w~"
+            raise BadValue("cram.dense_share", problem, allowed) from None
 
     def _check_schedule(self) -> None:
         """Refuses a scheduler of torch that ends before the training or counts other epochs."""

@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcram import CrAM
 from torchcram.experiments.recipe.torch_names import is_capturable
-from torchcram.experiments.training.steps import EagerStep, Loss, Step, cross_entropy
+from torchcram.experiments.training.steps import (
+    WHOLE_BATCH,
+    EagerStep,
+    Loss,
+    Shares,
+    Step,
+    cross_entropy,
+)
 from torchcram.messages import warn_caller
 from torchcram.optim.graphs import GraphedStep
 
@@ -84,6 +91,7 @@ def make_step(
     *,
     teacher: nn.Module | None = None,
     loss: Loss = cross_entropy,
+    shares: Shares = WHOLE_BATCH,
     compiled: bool = False,
 ) -> Step:
     """Returns a `GraphStep` where steps can be captured as CUDA graphs, else an `EagerStep`.
@@ -100,6 +108,7 @@ def make_step(
         device: Device that everything is computed on.
         teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
         loss: Loss of the task.
+        shares: Shares of every batch that the passes at w and at w~ take.
         compiled: Whether torch.compile fuses the passes before they are captured, which takes about
             a minute. Batches of several shapes are not compiled.
     """
@@ -118,10 +127,13 @@ def make_step(
                 device,
                 teacher=teacher,
                 loss=loss,
+                shares=shares,
                 compiled=compiled and batches.has_one_shape,
             )
         _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
-    return EagerStep(model, optimizer, batches, config, device, teacher=teacher, loss=loss)
+    return EagerStep(
+        model, optimizer, batches, config, device, teacher=teacher, loss=loss, shares=shares
+    )
 
 
 @functools.cache
@@ -143,6 +155,7 @@ class GraphStep(EagerStep):
         device: GPU that everything is computed on.
         teacher: Model to learn from, as `EagerStep` takes it.
         loss: Loss of the task.
+        shares: Shares of every batch that the passes at w and at w~ take.
         compiled: Whether torch.compile fuses the passes first.
     """
 
@@ -156,10 +169,18 @@ class GraphStep(EagerStep):
         *,
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
+        shares: Shares = WHOLE_BATCH,
         compiled: bool = False,
     ) -> None:
         super().__init__(
-            model.train(), optimizer, batches, config, device, teacher=teacher, loss=loss
+            model.train(),
+            optimizer,
+            batches,
+            config,
+            device,
+            teacher=teacher,
+            loss=loss,
+            shares=shares,
         )
         if compiled:
             # what is compiled shares its parameters and buffers with the model

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from torchcram.batches import split_batch
 from torchcram.experiments.tasks import autocast
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from torchcram.experiments.tasks import Batches
 
 
+Shares = tuple[float, float]
+"""Shares of a batch that the passes at w and at w~ take."""
+
+WHOLE_BATCH: Shares = (1.0, 1.0)
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 """Function that returns the loss, given outputs, labels and label smoothing."""
 
@@ -59,6 +64,7 @@ class MakeStep(Protocol):
         *,
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
+        shares: Shares = WHOLE_BATCH,
     ) -> Step:
         """Returns a `Step`; the arguments are those of `EagerStep`."""
 
@@ -74,6 +80,7 @@ class EagerStep:
         device: Device that everything is computed on.
         teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
         loss: Loss of the task: a function of outputs, labels and label smoothing.
+        shares: Shares of every batch that the passes at w and at w~ take.
     """
 
     def __init__(
@@ -86,7 +93,9 @@ class EagerStep:
         *,
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
+        shares: Shares = WHOLE_BATCH,
     ) -> None:
+        self._shares = shares
         self._loss = loss
         self._model: Callable[[Tensor], Tensor] = model
         self._optimizer = optimizer
@@ -121,6 +130,7 @@ class EagerStep:
             config=self._config,
             teacher=self._teacher,
             loss=self._loss,
+            shares=self._shares,
         )
         self._sums[0] += at_w
         self._sums[2] += 1
@@ -137,24 +147,31 @@ def train_on(
     config: TrainConfig,
     teacher: nn.Module | None = None,
     loss: Loss = cross_entropy,
+    shares: Shares = WHOLE_BATCH,
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
-    inputs, labels = batch
     losses: list[Tensor] = []
-    teacher_scores = None
-    if config.distillation is not None and teacher is not None:
-        with torch.no_grad(), autocast(inputs.device, config.precision):
-            teacher_scores = teacher(inputs)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        with autocast(inputs.device, config.precision):
-            value = loss_of(model(inputs), labels, config, teacher_scores, loss=loss)
-        value.backward()
-        losses.append(value.detach())
-        return losses[-1]
+    def closure_on(part: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+        inputs, labels = part
+        teacher_scores = None
+        if config.distillation is not None and teacher is not None:
+            with torch.no_grad(), autocast(inputs.device, config.precision):
+                teacher_scores = teacher(inputs)
 
-    optimizer.step(closure)  # type: ignore[arg-type]  # the loss may stay a tensor
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with autocast(inputs.device, config.precision):
+                value = loss_of(model(inputs), labels, config, teacher_scores, loss=loss)
+            value.backward()
+            losses.append(value.detach())
+            return losses[-1]
+
+        return closure
+
+    parts = (batch,) if shares == WHOLE_BATCH else split_batch(batch, *shares)
+    step: Callable[..., object] = optimizer.step  # the loss may stay a tensor
+    step(*map(closure_on, parts))
     at_w, *at_compressed = losses
     return at_w, at_compressed[-1] if at_compressed else None  # C-SAM goes to C(w) before
 

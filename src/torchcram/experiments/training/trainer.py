@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import hold_masks
+from torchcram.batches import split_rows
 from torchcram.experiments.evaluation.compressed_models import (
     compressed_models,
     score_model,
@@ -65,7 +66,7 @@ from torchcram.experiments.training.run_folder import (
     write_info,
 )
 from torchcram.experiments.training.schedule import lr_at, set_lr_
-from torchcram.experiments.training.steps import EagerStep, MakeStep
+from torchcram.experiments.training.steps import WHOLE_BATCH, EagerStep, MakeStep
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -396,7 +397,13 @@ class _Epochs:
         task = recipe.build_task()
         self._unit = task.unit
         self._step = make_step(
-            model, trainer.optimizer, self._batches, recipe.train, device, loss=task.loss
+            model,
+            trainer.optimizer,
+            self._batches,
+            recipe.train,
+            device,
+            loss=task.loss,
+            **_shares(recipe, ranks.shard.rows(batch_size)),
         )
         operators = recipe.cram.operators if recipe.cram is not None else ()
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
@@ -652,6 +659,19 @@ def _open(
     stack.enter_context(locked(folder, patience=0 if ranks.world_size == 1 else PATIENCE))
     info = open_run(folder, recipe, requested)
     return info, info.finished is not None and (folder / MODEL).exists()
+
+
+def _shares(recipe: Recipe, rows: int) -> dict[str, Any]:
+    """Returns the shares of a batch that the passes take, unless each takes the whole.
+
+    Raises:
+        ValueError: If a pass would have none of the rows of a batch on this rank.
+    """
+    shares = WHOLE_BATCH if recipe.cram is None else recipe.cram.shares
+    if shares == WHOLE_BATCH:
+        return {}
+    split_rows(rows, *shares)
+    return {"shares": shares}
 
 
 def _best(values: list[float]) -> int:

@@ -1,0 +1,97 @@
+"""Splitting a batch between the dense and the compressed pass of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Batch = TypeVar("Batch")
+
+
+def split_batch(batch: Batch, dense: float = 0.5, compressed: float = 0.5) -> tuple[Batch, Batch]:
+    """Splits a batch between the passes of a step; returns that at w and that at w~.
+
+    The dense pass takes the first samples of the batch, the compressed pass the last ones. With
+    the shares 0.5 and 0.5 a step of CrAM+ costs as much as a plain step, with 1 and 0.5 one and a
+    half times as much; shares that add up to more than 1 overlap::
+
+        first, second = split_batch((x, y))
+        optimizer.zero_grad()
+        loss_of(model, first).backward()
+        with optimizer.compressed():
+            loss_of(model, second).backward()
+        optimizer.step()
+
+    Args:
+        batch: Tensor, or tuples, lists and mappings of tensors, all of them with the samples in
+            dimension 0. What is no tensor goes into both parts as it is.
+        dense: Share of the batch in the pass at w, above 0 and at most 1.
+        compressed: Share of the batch in the passes at w~, above 0 and at most 1.
+
+    Raises:
+        ValueError: If a share is out of range, if it leaves a pass without a sample, or if the
+            batch has no tensors or tensors of different lengths.
+    """
+    check_shares(dense, compressed)
+    lengths = sorted(set(_lengths(batch)))
+    if len(lengths) != 1:
+        raise ValueError(
+            f"a batch of {type(batch).__name__} cannot be split: it must hold tensors with as many "
+            f"samples each, got {lengths or 'no tensors'}"
+        )
+    first, second = split_rows(lengths[0], dense, compressed)
+    return _rows(batch, first), _rows(batch, second)
+
+
+def split_rows(count: int, dense: float, compressed: float) -> tuple[slice, slice]:
+    """Returns the rows of a batch of `count` samples that the passes at w and at w~ take.
+
+    Raises:
+        ValueError: If a pass would have no sample.
+    """
+    check_shares(dense, compressed)
+    end = math.floor(dense * count + 0.5)
+    begin = count - math.floor(compressed * count + 0.5)
+    if math.isclose(dense + compressed, 1):
+        begin = end  # every sample is in one pass
+    if not 0 < end <= count or not 0 <= begin < count:
+        raise ValueError(
+            f"shares of {dense} and {compressed} leave a pass without a sample in a batch of "
+            f"{count}; allowed: larger shares or larger batches"
+        )
+    return slice(0, end), slice(begin, count)
+
+
+def check_shares(dense: float, compressed: float) -> None:
+    """Raises ValueError unless both shares are above 0 and at most 1."""
+    for name, share in (("dense", dense), ("compressed", compressed)):
+        if not 0 < share <= 1:
+            raise ValueError(f"the {name} share must be above 0 and at most 1, got {share!r}")
+
+
+def _lengths(batch: object) -> list[int]:
+    """Returns the number of samples of every tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return [len(batch)] if batch.dim() else []
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (tuple, list)):
+        return [length for part in batch for length in _lengths(part)]
+    return []
+
+
+def _rows(batch: Any, rows: slice) -> Any:  # noqa: ANN401
+    """Returns some rows of every tensor in a batch, in a batch of the same type."""
+    if isinstance(batch, Tensor):
+        return batch[rows] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        parts = {key: _rows(value, rows) for key, value in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_rows(part, rows) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_rows(part, rows) for part in batch)
+    return batch
