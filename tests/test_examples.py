@@ -16,8 +16,8 @@ NEEDS = {
     "accelerate_loop": ("sklearn", "accelerate"),
 }
 SPREAD = ("ddp", "fsdp")  # over processes
-# A thread of gloo may abort a process that has done its work while its interpreter shuts down, where
-# it lets go of a tensor then; torchrun starts the processes again.
+# A thread of gloo that lets go of its last tensor while the interpreter shuts down aborts a process
+# that has done its work; torchrun starts the processes again.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node=2"]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
