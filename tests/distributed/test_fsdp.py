@@ -277,5 +277,6 @@ def _four(rank):
     _whole_beside_sharded(rank)
 
 
+@pytest.mark.slow  # two ranks are tested always
 def test_four_ranks():
     assert run_ranks(4, _four) == 4

@@ -178,5 +178,6 @@ def _four(_rank):
     _refused()
 
 
+@pytest.mark.slow  # two ranks are tested always
 def test_four_ranks():
     assert run_ranks(4, _four) == 4
