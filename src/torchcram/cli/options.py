@@ -175,7 +175,8 @@ def load(recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    data: Dataset = recipe.build_task().load(
-        folder, batch_size=recipe.train.batch_size, download=download, report=say
-    )
+    task = recipe.build_task()
+    data: Dataset = task.load(folder, download=download, report=say)
+    for note in task.notes(data, recipe.train.batch_size):
+        say(note)
     return data

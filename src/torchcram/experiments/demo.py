@@ -74,11 +74,7 @@ def run_demo(
     ]
     runs = tuple(folder / _name(recipe, seed) for recipe in recipes)
     with torch_threads(1):
-        data: Dataset = (
-            recipes[0]
-            .build_task()
-            .load(folder, batch_size=recipes[0].train.batch_size, download=False, report=report)
-        )
+        data: Dataset = recipes[0].build_task().load(folder, download=False, report=report)
         results = [
             _train(recipe, run, data, seed=seed, progress=progress and progress(recipe.title))
             for recipe, run in zip(recipes, runs, strict=True)

@@ -25,7 +25,7 @@ def test_texts_are_real_ones_of_middle_length(task, tiny, tmp_path):
     squad_folder(folder) if task == "squad" else glue_folder(folder, "sst2", TSV, TSV)
     sets = [f"model.name={tiny}", "text.length=48", "text.stride=16"]
     recipe = load_recipe(f"{task}/minilm-l6/cram-plus-multi", sets)
-    data = recipe.build_task().load(folder, batch_size=recipe.train.batch_size)
+    data = recipe.build_task().load(folder)
     lengths = data.test.lengths
     middle = int(lengths.sort().values[(len(lengths) - 1) // 2])
     single = example_batch(recipe, data, 1)

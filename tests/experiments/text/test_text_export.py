@@ -60,7 +60,7 @@ def test_embeddings_are_rounded_and_tested_as_they_come_out_of_the_file(run, que
     (seed,) = read_result("coarse.json").seeds
     assert seed.targets[0].after == said
     trained = load_trained(run, torch.device("cpu"))
-    data = trained.recipe.build_task().load(questions, batch_size=trained.recipe.train.batch_size)
+    data = trained.recipe.build_task().load(questions)
     model = artifact.load(coarse, trained.model)
     assert score_on_test(model, trained.recipe, data, device=torch.device("cpu")).value == said
 
@@ -70,7 +70,7 @@ def test_onnx_files_take_texts_of_any_length(run, questions):
     words = ("--data", questions, "--format", "onnx", "--out", "files")
     succeed("export", run, "--to", "uniform:0.5", "--to", "wanda@uniform:0.5", *words)
     trained = load_trained(run, torch.device("cpu"))
-    data = trained.recipe.build_task().load(questions, batch_size=trained.recipe.train.batch_size)
+    data = trained.recipe.build_task().load(questions)
     small = compress(
         trained.model, "uniform:0.5", weights=compressible_weights(trained.model, only="encoder")
     )
@@ -95,7 +95,7 @@ def test_a_folder_of_transformers_is_whole_whenever_export_is_killed(
     (folder / "files" / "uniform-0.5" / "model.safetensors").write_bytes(b"old")
     monkeypatch.chdir(folder)
     trained = load_trained(run, torch.device("cpu"))
-    data = trained.recipe.build_task().load(questions, batch_size=trained.recipe.train.batch_size)
+    data = trained.recipe.build_task().load(questions)
     monkeypatch.setattr("torchcram.cli.export.load", lambda *_, **__: data)
     monkeypatch.setattr(
         "torchcram.experiments.evaluation.compressed_models.score_model",

@@ -23,7 +23,7 @@ SETS = ["text.length=48", "text.stride=16", "train.batch_size=4", "optimizer.lr=
 def test_pruners_and_rounds_on_a_gpu(tmp_path, tiny, questions):
     given = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", "train.epochs=2", *SETS])
     data, step = (
-        given.build_task().load(questions, batch_size=given.train.batch_size),
+        given.build_task().load(questions),
         {"device": CUDA, "make_step": make_step},
     )
     trained = train(given, tmp_path / "run", data=data, seed=0, **step)
@@ -41,7 +41,7 @@ def test_pruners_and_rounds_on_a_gpu(tmp_path, tiny, questions):
 
 def test_captured_steps_learn_from_a_teacher_as_eager_ones_do(tmp_path, tiny, questions):
     given = load_recipe("squad/minilm-l6/adam", [f"model.name={tiny}", "train.epochs=2", *SETS])
-    data = given.build_task().load(questions, batch_size=given.train.batch_size)
+    data = given.build_task().load(questions)
     train(given, tmp_path / "run", data=data, seed=0, device=CUDA)
     sets = ["optimizer.lr=0.001", "train.distillation.weight=1", "train.precision=fp32"]
     on = finetune_recipe(given, "uniform:0.5", overrides=sets)

@@ -35,7 +35,7 @@ class Plain:
 def test_steps_are_those_of_a_training_without_graphs(method, parts, tiny, questions, monkeypatch):
     monkeypatch.setattr(graphs, "GraphedStep", Plain)
     recipe = load_recipe(f"squad/minilm-l6/{method}", [f"model.name={tiny}", *SETS])
-    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size).in_parts(parts)
+    data = recipe.build_task().load(questions).in_parts(parts)
     ends = []
     for kind in (EagerStep, GraphStep):
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_a_cpu_takes_plain_steps(tiny, questions):
     model = build_initial_model(recipe, classes=2, seed=0)
     batches = build_batches(
         recipe,
-        recipe.build_task().load(questions, batch_size=recipe.train.batch_size),
+        recipe.build_task().load(questions),
         train=True,
         device=CPU,
         seed=0,
@@ -82,7 +82,7 @@ def test_a_gpu_takes_captured_steps_without_compilation(
     sets, captured, tiny, questions, monkeypatch
 ):
     recipe = load_recipe("squad/minilm-l6/cram-plus-multi", [f"model.name={tiny}", *SETS, *sets])
-    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
+    data = recipe.build_task().load(questions)
     model = build_initial_model(recipe, classes=2, seed=0)
     batches = build_batches(recipe, data, train=True, device=CPU, seed=0)
     assert isinstance(batches, graphs.CapturableBatches)
@@ -102,7 +102,7 @@ def test_graphs_train_as_plain_steps_do(method, tiny, questions):
     device = torch.device("cuda")
     sets = [f"model.name={tiny}", *SETS, "train.precision=fp32"]
     recipe = load_recipe(f"squad/minilm-l6/{method}", sets)
-    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
+    data = recipe.build_task().load(questions)
     ends = []
     for kind in (EagerStep, GraphStep):
         model = build_initial_model(recipe, classes=2, seed=0).to(device)

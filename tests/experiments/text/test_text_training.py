@@ -189,7 +189,7 @@ def test_missing_data_is_named(tiny):
 def test_other_data_is_another_run(finished, questions):
     folder, _ = finished
     recipe = load_recipe(folder / "recipe.yaml")
-    data = recipe.build_task().load(questions, batch_size=recipe.train.batch_size)
+    data = recipe.build_task().load(questions)
     other = TextSet(data.name, data.kind, data.train, data.test, "other")
     with pytest.raises(ValueError, match=r"holds another run: data.contents is"):
         train(recipe, folder, data=other, seed=0, device=torch.device("cpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,7 @@ from torchcram import artifact, sparsity
 from torchcram.experiments.bench.record import DENSE
 from torchcram.experiments.evaluation.compressed_models import compressed_models, read_targets
 from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.io.cache import Report
 from torchcram.experiments.recipe import Recipe
 from torchcram.experiments.recipe.build import build_initial_model, target_weights
 from torchcram.experiments.results_store import RESULT, require_same_data
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torchcram.experiments.training.trainer import Trained
 
 CPU = torch.device("cpu")
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)

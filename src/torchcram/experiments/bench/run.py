@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from torchcram.experiments.bench.candidates import Candidate, Report
+    from torchcram.experiments.bench.candidates import Candidate
+    from torchcram.experiments.io.cache import Report
     from torchcram.experiments.recipe import Recipe
     from torchcram.experiments.tasks import Dataset
 

@@ -119,38 +119,11 @@ def compressed_models(
         ValueError: If a target cannot be read, is a range or is repeated; before anything is
             computed.
     """
-    return _compress_each(
-        model,
-        recipe,
-        data,
-        read_targets(targets),
-        device=device,
-        seed=seed,
-        trials=trials if recipe.build_task().has_batchnorm else 0,
-        score_before=score_before,
-        score_after=score_after if callable(score_after) else lambda _: bool(score_after),
-        calibration=data if calibration is None else calibration,
-        test=test,
-        ranks=ranks,
-    )
-
-
-def _compress_each(
-    model: nn.Module,
-    recipe: Recipe,
-    data: Any,  # noqa: ANN401
-    operators: Sequence[Operator],
-    *,
-    device: torch.device,
-    seed: int,
-    trials: int,
-    score_before: bool,
-    score_after: Callable[[str], bool],
-    calibration: Any,  # noqa: ANN401
-    test: Batches | None,
-    ranks: Ranks,
-) -> Iterator[CompressedModel]:
+    operators = read_targets(targets)  # at once, not when the first model is asked for
     names = list(target_weights(recipe, model))
+    calibration = data if calibration is None else calibration
+    if not recipe.build_task().has_batchnorm:
+        trials = 0
 
     def scored(small: nn.Module) -> Score:
         nonlocal test
@@ -158,31 +131,34 @@ def _compress_each(
             test = build_batches(recipe, data, train=False, device=device, seed=seed, ranks=ranks)
         return score_model(small, recipe, data, test, device=device, ranks=ranks)
 
-    for operator in operators:
-        small, seconds = _compress_one(
-            model, operator, recipe, data=calibration, device=device, seed=seed, ranks=ranks
-        )
-        scores_after = score_after(str(operator))
-        before = scored(small) if score_before or (scores_after and not trials) else None
-        after = [before] if before is not None and scores_after and not trials else []
-        first = small  # is tuned on the first calibration set only
-        for trial in range(trials):
-            if trial == 1:
-                first = copy.deepcopy(small)
-            tune_(small, recipe, calibration, device=device, seed=seed, trial=trial)
-            ranks.broadcast_buffers_(small)
-            if scores_after:
-                after.append(scored(small))
-        parameters = dict(first.named_parameters())
-        yield CompressedModel(
-            operator=operator,
-            model=first,
-            before=before,
-            after=tuple(after),
-            sparsity=sparsity({name: parameters[name] for name in names}),
-            model_sparsity=sparsity(parameters),
-            seconds=seconds,
-        )
+    def generate() -> Iterator[CompressedModel]:
+        for operator in operators:
+            small, seconds = _compress_one(
+                model, operator, recipe, data=calibration, device=device, seed=seed, ranks=ranks
+            )
+            scores_after = score_after(str(operator)) if callable(score_after) else score_after
+            before = scored(small) if score_before or (scores_after and not trials) else None
+            after = [before] if before is not None and scores_after and not trials else []
+            first = small  # is tuned on the first calibration set only
+            for trial in range(trials):
+                if trial == 1:
+                    first = copy.deepcopy(small)
+                tune_(small, recipe, calibration, device=device, seed=seed, trial=trial)
+                ranks.broadcast_buffers_(small)
+                if scores_after:
+                    after.append(scored(small))
+            parameters = dict(first.named_parameters())
+            yield CompressedModel(
+                operator=operator,
+                model=first,
+                before=before,
+                after=tuple(after),
+                sparsity=sparsity({name: parameters[name] for name in names}),
+                model_sparsity=sparsity(parameters),
+                seconds=seconds,
+            )
+
+    return generate()
 
 
 def one_shot(

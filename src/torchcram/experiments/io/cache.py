@@ -21,6 +21,9 @@ CALLER = 4  # stack level of the code that asked for the data: cached < packed <
 
 Content = TypeVar("Content")
 
+Report = Callable[[str], None]
+"""Called with a line of text before something that takes long."""
+
 
 class CacheError(ValueError):
     """A cache file is damaged, or was made from other data or in another way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from torchcram.experiments.io.cache import Report
 from torchcram.experiments.models import build_model
 from torchcram.experiments.ranks import SINGLE, Ranks
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 ACCURACY = "accuracy"
 TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
-Report = Callable[[str], None]
 
 
 class Dataset(Protocol):
@@ -128,7 +128,6 @@ class Task(ABC):
         self,
         folder: Path | None,
         *,
-        batch_size: int,
         download: bool = False,
         report: Report | None = None,
     ) -> Any:  # noqa: ANN401  # a `Dataset` of the task's own kind
@@ -136,7 +135,6 @@ class Task(ABC):
 
         Args:
             folder: Folder that the data lies in.
-            batch_size: Size of training batches, for what is reported about them.
             download: Whether missing data may be downloaded.
             report: Function that is called with a line of text before something that takes long.
         """
@@ -230,18 +228,19 @@ class Task(ABC):
 
     def calibration_batches(
         self,
-        data: Any,  # noqa: ANN401
-        samples: int,
+        data: Any,  # noqa: ANN401, ARG002
+        samples: int,  # noqa: ARG002
         *,
-        batch_size: int,
-        device: torch.device,
-        seed: int,
+        batch_size: int,  # noqa: ARG002
+        device: torch.device,  # noqa: ARG002
+        seed: int,  # noqa: ARG002
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields augmented training batches of equal size to estimate batch-norm statistics on.
 
-        Called only where `has_batchnorm`.
+        Raises:
+            ValueError: If the task does not define them; it must where `has_batchnorm`.
         """
-        raise NotImplementedError(f"{type(self).__name__}.has_batchnorm is false")
+        raise ValueError(f"{type(self).__name__}.has_batchnorm needs calibration_batches")
 
     def divide_epochs(self, data: Any, parts: int) -> Any:  # noqa: ANN401, ARG002
         """Returns the dataset with training epochs divided into parts, for early stopping.
@@ -260,13 +259,21 @@ class Task(ABC):
     def require_same_data(self, tasks: Sequence[Task]) -> None:  # noqa: B027
         """Raises ValueError if tasks need other data than this one, so that it is loaded once."""
 
+    def notes(self, data: Any, batch_size: int) -> list[str]:  # noqa: ANN401, ARG002
+        """Returns lines about the training batches that a user should see; by default none."""
+        return []
+
     def count_test(self, data: Any) -> str:  # noqa: ANN401
         """Returns the size of the test split in words: "360 test images"."""
         return f"{len(data.test)} test {self.unit}"
 
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Writes a model as Transformers loads it; only where `is_transformers`."""
-        raise NotImplementedError(f"{type(self).__name__}.is_transformers is false")
+    def save_pretrained(self, model: nn.Module, folder: Path) -> None:  # noqa: ARG002
+        """Writes a model as Transformers loads it.
+
+        Raises:
+            ValueError: If the task does not have models of Transformers (`is_transformers`).
+        """
+        raise ValueError(f"{self.model.name} is no model of Transformers")
 
     def dynamic_dims(self) -> list[dict[int, Any]] | None:
         """Returns the dimensions of inputs other than the batch that vary, for ONNX export."""
@@ -275,7 +282,9 @@ class Task(ABC):
     def require_size(self, data: Any, size: int) -> None:  # noqa: ANN401
         """Raises ValueError unless the test split has `size` samples."""
         if not 1 <= size <= len(data.test):
-            raise ValueError(f"batch {size}: {data.name!r} has 1 to {self.count_test(data)}")
+            raise ValueError(
+                f"batch {size}: {data.name!r} has 1 to {len(data.test)} test {self.unit}"
+            )
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

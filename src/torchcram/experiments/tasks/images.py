@@ -17,9 +17,10 @@ from torchcram.experiments.data.images import (
     load_data,
     make_batches,
 )
+from torchcram.experiments.io.cache import Report
 from torchcram.experiments.machine import cores
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.tasks.base import Batches, Report, Score, Task, autocast
+from torchcram.experiments.tasks.base import Batches, Score, Task, autocast
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class ImageClassification(Task):
         self,
         folder: Path | None,
         *,
-        batch_size: int,  # noqa: ARG002
         download: bool = False,
         report: Report | None = None,
     ) -> ImageDataset | EncodedDataset:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.weights import digest
 from torchcram.experiments.ranks import SINGLE, WHOLE, Ranks, Shard
 from torchcram.experiments.seeds import seeded
-from torchcram.experiments.tasks.base import Report, Score, Task, autocast
+from torchcram.experiments.tasks.base import Score, Task, autocast
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ class TensorTask(Task):
         self,
         folder: Path | None,
         *,
-        batch_size: int,
         download: bool = False,
         report: Report | None = None,
     ) -> TensorData:
@@ -192,9 +192,10 @@ class TensorTask(Task):
         with eval_mode(model):
             for inputs, wanted in batches.epoch(0):
                 with autocast(device, precision):
-                    outputs.append(model(inputs).float().cpu())
-                labels.append(wanted.cpu())
-        gathered = ranks.all_gather((outputs, labels))
+                    outputs.append(model(inputs).float())
+                labels.append(wanted)
+        on_cpu = [[tensor.cpu() for tensor in part] for part in (outputs, labels)]
+        gathered = ranks.all_gather(on_cpu)
         outputs, labels = (
             [tensor for parts in gathered for tensor in parts[which]] for which in (0, 1)
         )

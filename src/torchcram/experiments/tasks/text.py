@@ -17,10 +17,11 @@ from torchcram.experiments.data.config import TextConfig
 from torchcram.experiments.data.text.batches import TextBatches, padding
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
+from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import require
 from torchcram.experiments.models.text import build_text_model, load_tokenizer
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.tasks.base import FinetuneDefaults, Report, Score, Task, autocast
+from torchcram.experiments.tasks.base import FinetuneDefaults, Score, Task, autocast
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
@@ -55,14 +56,13 @@ class TextTask(Task):
         self,
         folder: Path | None,
         *,
-        batch_size: int,
         download: bool = False,  # noqa: ARG002
         report: Report | None = None,
     ) -> TextSet:
-        """Loads the texts, tokenised for the model; reports how much padding batches have."""
+        """Loads the texts, tokenised for the model."""
         if folder is None:
             raise ValueError(f"dataset {self.data.name!r} needs the folder that the data lies in")
-        data = load_text(
+        return load_text(
             self.data.name,
             folder,
             task=self.text.task,
@@ -71,10 +71,11 @@ class TextTask(Task):
             tokenizer=partial(load_tokenizer, self.model.name),
             report=report,
         )
-        if report is not None:
-            share = padding(data.train, batch_size)
-            report(f"{data.name}: {100 * share:.1f} % of the tokens in training batches is padding")
-        return data
+
+    def notes(self, data: TextSet, batch_size: int) -> list[str]:
+        """Returns how much of the training batches is padding."""
+        share = padding(data.train, batch_size)
+        return [f"{data.name}: {100 * share:.1f} % of the tokens in training batches is padding"]
 
     def batches(
         self,
@@ -137,13 +138,6 @@ class TextTask(Task):
     def count_test(self, data: TextSet) -> str:
         """Returns the number of questions or sentences in the test split, in words."""
         return f"{data.test.count} test {data.format.unit}"
-
-    def require_size(self, data: TextSet, size: int) -> None:
-        """Raises ValueError unless the test split has `size` sequences."""
-        if not 1 <= size <= len(data.test):
-            raise ValueError(
-                f"batch {size}: {data.name!r} has 1 to {len(data.test)} test {self.unit}"
-            )
 
     def example(self, data: TextSet, size: int) -> Tensor:
         """Returns test sequences of medium length, padded to the longest of them."""

@@ -66,7 +66,7 @@ from torchcram.experiments.training.run_folder import (
     write_info,
 )
 from torchcram.experiments.training.schedule import lr_at, set_lr_
-from torchcram.experiments.training.steps import WHOLE_BATCH, EagerStep, MakeStep
+from torchcram.experiments.training.steps import WHOLE_BATCH, EagerStep, MakeStep, Shares
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -257,8 +257,8 @@ class Trainer:
 
     def fit(self, policy: _StopPolicy, make_step: MakeStep, progress: Progress | None) -> None:
         """Trains until the policy ends it; writes the model and its score to the folder."""
-        recipe_of_epochs, data = policy.begin(self)
-        epochs = _Epochs(self, recipe_of_epochs, data, make_step, progress)
+        recipe, data = policy.begin(self)
+        epochs = _Epochs(self, recipe, data, make_step, progress)
         epochs.report(self.done)
         with self._open_log() as log:
             while not policy.is_over(self.done):
@@ -403,7 +403,7 @@ class _Epochs:
             recipe.train,
             device,
             loss=task.loss,
-            **_shares(recipe, ranks.shard.rows(batch_size)),
+            shares=_shares(recipe, ranks.shard.rows(batch_size)),
         )
         operators = recipe.cram.operators if recipe.cram is not None else ()
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
@@ -575,13 +575,13 @@ class _EarlyStopping(_StopPolicy):
             raise ValueError(f"{recipe.name}: {error}") from None
         batches = max(1, len(divided.train) // recipe.train.batch_size)
         tests = min(stop.tests, batches)
-        recipe_of_epochs = _in_rounds(recipe, tests)
+        in_rounds = _in_rounds(recipe, tests)
         self._trainer, self._patience = trainer, stop.patience
-        self._epochs = recipe_of_epochs.train.epochs
+        self._epochs = in_rounds.train.epochs
         self._values = trainer.ranks.broadcast_from_rank0(
             lambda: held_out_values(trainer.folder, trainer.done)
         )
-        return recipe_of_epochs, task.divide_epochs(divided, tests)
+        return in_rounds, task.divide_epochs(divided, tests)
 
     def is_over(self, done: int) -> bool:
         """Whether all rounds are done, or `patience` rounds brought no improvement."""
@@ -661,17 +661,15 @@ def _open(
     return info, info.finished is not None and (folder / MODEL).exists()
 
 
-def _shares(recipe: Recipe, rows: int) -> dict[str, Any]:
-    """Returns the shares of a batch that the passes take, unless each takes the whole.
+def _shares(recipe: Recipe, rows: int) -> Shares:
+    """Returns the shares of a batch that the passes at w and at w~ take.
 
     Raises:
         ValueError: If a pass would have none of the rows of a batch on this rank.
     """
     shares = WHOLE_BATCH if recipe.cram is None else recipe.cram.shares
-    if shares == WHOLE_BATCH:
-        return {}
     split_rows(rows, *shares)
-    return {"shares": shares}
+    return shares
 
 
 def _best(values: list[float]) -> int:

@@ -18,9 +18,10 @@ from torchcram.experiments.data.images.folders import (
     read_archives,
     read_folder,
 )
-from torchcram.experiments.data.images.packed import Report, Source, packed, packed_alone
+from torchcram.experiments.data.images.packed import Source, packed, packed_alone
 from torchcram.experiments.data.images.resident import STREAMED, check_augment
 from torchcram.experiments.data.images.torchvision_sets import SETS, read_torchvision
+from torchcram.experiments.io.cache import Report
 
 if TYPE_CHECKING:
     from torchcram.experiments.data.config import DataConfig

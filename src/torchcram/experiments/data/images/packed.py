@@ -20,7 +20,7 @@ from torchcram.experiments.data.images.datasets import (
     pixels,
     resized,
 )
-from torchcram.experiments.io.cache import cached, open_cache, write_cache
+from torchcram.experiments.io.cache import Report, cached, open_cache, write_cache
 
 FORMAT = "torchcram images 1"
 CHUNK = 64  # images that a thread decodes at a time
@@ -128,9 +128,6 @@ def read_packed(
         )
         classes, mean, std = (tuple(description[key]) for key in ("classes", "mean", "std"))
         return ImageDataset(name, train, test, classes, mean, std)
-
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcram.experiments.data.images.packed import Report
 from torchcram.experiments.data.text import files
 from torchcram.experiments.data.text.datasets import References, Texts, TextSet
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.glue import read_tsv
 from torchcram.experiments.data.text.squad import read_squad
 from torchcram.experiments.data.text.tokens import tokenise_questions, tokenise_sentences
-from torchcram.experiments.io.cache import cached, open_cache, write_cache
+from torchcram.experiments.io.cache import Report, cached, open_cache, write_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
