@@ -1,6 +1,7 @@
 # make demo       environment, install, train, compress, show the table, write the report
 # make test       environment, install, lint, types, import layers, words, documentation, tests
 # make pytest     the tests alone; TORCH=2.8.* runs them with that torch (below)
+# make properties the property tests with new random examples; ROUNDS=10 looks ten times as long
 # make fuzz       mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
 # make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
 # make mutants    whether the tests notice small mistakes in the core; several minutes
@@ -14,9 +15,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SECONDS ?= 60
+ROUNDS ?= 1
 VERSIONS := $(if $(TORCH),"torch==$(TORCH)",-c constraints.txt)
 
-.PHONY: demo test pytest check format fuzz sanitize mutants docs dist clean
+.PHONY: demo test pytest properties check format fuzz sanitize mutants docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -25,6 +27,11 @@ test: check pytest
 
 pytest: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+properties: $(VENV)/.installed
+	for round in $$(seq $(ROUNDS)); do \
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile random -m "hypothesis and not gpu" || exit 1; \
+	done
 
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -1,4 +1,8 @@
-"""Shared settings: kernels are interpreted where there is no GPU, random numbers start anew."""
+"""Shared settings: kernels are interpreted where there is no GPU, random numbers start anew.
+
+Property tests try the same examples in every run, so that a run can be repeated; `make properties`
+looks for new ones.
+"""
 
 import os
 import pkgutil
@@ -7,6 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small nets, several processes a
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported

@@ -37,6 +37,16 @@ def test_two_halves_have_every_sample_once(count):
     assert first.stop == second.start
 
 
+@given(st.integers(1))
+def test_shares_of_one_are_the_whole_batch(count):
+    assert split_rows(count, 1.0, 1.0) == (slice(0, count), slice(0, count))
+
+
+def test_shares_are_read_as_decimals():
+    assert split_rows(5, 0.3, 1.0)[0] == slice(0, 2)  # 0.3 as a float is below 3/10
+    assert split_rows(2**52 + 1, 1.0, 1.0) == (slice(0, 2**52 + 1), slice(0, 2**52 + 1))
+
+
 def test_batches_keep_their_type():
     x, y = torch.arange(6).view(6, 1), torch.arange(6)
     dense, compressed = split_batch(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -53,8 +54,8 @@ def split_rows(count: int, dense: float, compressed: float) -> tuple[slice, slic
         ValueError: If a pass would have no sample.
     """
     check_shares(dense, compressed)
-    end = math.floor(dense * count + 0.5)
-    begin = count - math.floor(compressed * count + 0.5)
+    end = _nearest(dense, count)
+    begin = count - _nearest(compressed, count)
     if math.isclose(dense + compressed, 1):
         begin = end  # every sample is in one pass
     if not 0 < end <= count or not 0 <= begin < count:
@@ -63,6 +64,11 @@ def split_rows(count: int, dense: float, compressed: float) -> tuple[slice, slic
             f"{count}; allowed: larger shares or larger batches"
         )
     return slice(0, end), slice(begin, count)
+
+
+def _nearest(share: float, count: int) -> int:
+    """Returns `share` of `count` as a whole number; exactly, also beyond the floats' 2^53."""
+    return math.floor(Fraction(str(share)) * count + Fraction(1, 2))
 
 
 def check_shares(dense: float, compressed: float) -> None:
