@@ -49,7 +49,7 @@ def check_arguments(
         raise ValueError(f"model={model!r} is not a torch.nn.Module")
     if rule.compresses and not operators:
         raise ValueError(f"{rule.name} needs at least one operator, and the list is empty")
-    _check_base(model, base)
+    check_base(model, base)
     if "rho" not in base.defaults:
         for group in base.param_groups:
             _check_rho(group.get("rho", rho))
@@ -97,7 +97,7 @@ def check_closure(closure: object) -> None:
             raise RuntimeError(ACCUMULATION.format(count=count))
 
 
-def _check_base(model: nn.Module, base: Optimizer) -> None:
+def check_base(model: nn.Module, base: Optimizer) -> None:
     """Raises ValueError unless `base` is an optimizer of parameters of `model`."""
     if not isinstance(base, Optimizer):
         raise ValueError(f"base={base!r} is not a torch.optim.Optimizer")

@@ -1,0 +1,10 @@
+"""Methods that CrAM is compared with, one small file each, by the same protocol as `CrAM`."""
+
+from torchcram.baselines.acdc import ACDC
+from torchcram.baselines.base import Baseline
+from torchcram.baselines.dpf import DPF
+from torchcram.baselines.gradual_magnitude import GradualMagnitude
+from torchcram.baselines.schedule import SparsitySchedule
+from torchcram.baselines.sr_ste import SRSTE
+
+__all__ = ["ACDC", "DPF", "SRSTE", "Baseline", "GradualMagnitude", "SparsitySchedule"]

@@ -1,0 +1,87 @@
+"""Alternating compressed and decompressed training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchcram.baselines.base import Baseline
+from torchcram.layers import local_weights
+from torchcram.weights import apply_masks_, mask_gradients_
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram.operators import Operator
+    from torchcram.weights import Weights
+
+
+class ACDC(Baseline):
+    """Phases in which M = C(w) is held alternate with phases in which all weights train.
+
+        compressed phase    w <- M * w once, then w <- w - lr M * g
+        dense phase         w <- w - lr g
+
+    Peste et al., "AC/DC: alternating compressed/decompressed training", NeurIPS 2021. It begins
+    with a dense phase and ends with a compressed one; momentum and moments start from zero in every phase.
+
+    Args:
+        model: Model to train.
+        base: Optimizer that takes the steps.
+        operator: Target, such as "global:0.9".
+        warmup: Number of steps of the first dense phase.
+        period: Number of steps of every later phase.
+        end: Step at which the last compressed phase begins; it lasts until the end.
+        weights: Weights to prune; by default all `compressible_weights(model)`.
+
+    Raises:
+        ValueError: If the phases do not fit before `end`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        operator: Operator | str,
+        *,
+        warmup: int,
+        period: int,
+        end: int,
+        weights: Weights | None = None,
+    ) -> None:
+        if warmup < 0 or period < 1:
+            raise ValueError(
+                f"warmup must be at least 0 and period at least 1, got {warmup} and {period}"
+            )
+        if end < warmup:
+            raise ValueError(f"end must be at least warmup, which is {warmup}, got {end}")
+        super().__init__(model, base, operator, weights=weights)
+        self.warmup, self.period, self.end = warmup, period, end
+
+    def is_compressed(self, step: int) -> bool:
+        """Whether a step, counted from 0, is in a compressed phase."""
+        if step >= self.end:
+            return True
+        return step >= self.warmup and (step - self.warmup) // self.period % 2 == 0
+
+    def update_masks(self) -> None:
+        """Begins a phase: selects M, or keeps all weights; moments start from zero."""
+        compressed = self.is_compressed(self.steps)
+        before = self.steps > 0 and self.is_compressed(self.steps - 1)
+        if compressed == before:
+            return
+        if compressed:
+            self._set_masks(self.operator.select(local_weights(self.weights)))
+            apply_masks_(self.weights, self.masks)
+        else:
+            for mask in self.masks.values():
+                mask.fill_(True)
+        self._reset_base()
+
+    def combine_(self) -> None:
+        """Masks the gradient: g~ = M * g, with M = 1 in a dense phase."""
+        mask_gradients_(self.weights, self.masks)
+
+    def project_(self) -> None:
+        """Keeps pruned weights at zero in a compressed phase."""
+        apply_masks_(self.weights, self.masks)

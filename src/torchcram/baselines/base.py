@@ -1,0 +1,310 @@
+"""The protocol that all methods share: gradient at w~, step of the base optimizer, new mask.
+
+w    weights                         s(t)  sparsity at step t
+M    mask, True keeps                w~    point that the gradient is computed at
+g~   gradient that `base` steps with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcram.layers import local_weights
+from torchcram.messages import list_names
+from torchcram.operators import Operator, Sparsifier, as_operator
+from torchcram.optim.checks import check_base, check_param_group
+from torchcram.optim.sampler import pack_bits, unpack_bits
+from torchcram.optim.step_state import Backup, UndoStack
+from torchcram.optim.wrapper import Wrapper
+from torchcram.sharding import ShardContext, local
+from torchcram.trained import mark_trained
+from torchcram.weights import apply_masks_, weights_in, zero_unmasked_
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from torchcram.weights import Masks, Weights
+
+STATE = "baseline"
+"""Entry of `state_dict` that holds what a method adds to the state of the base optimizer."""
+
+
+class Baseline(Wrapper):
+    """Base class of the methods. One step is::
+
+        M  <- update_masks()        if the schedule says so
+        w~ <- move_()               M * w, or w where the method computes gradients at w
+        g~ <- combine_()            from grad L(w~)
+        w  <- update_()             a step of `base` with g~
+        w  <- project_()            M * w where the method holds its mask
+
+    A method overrides the parts that differ; the defaults keep M, do not move, and step `base`.
+    At the end of a training, `finish` leaves exactly the sparsity of `operator` in the model.
+
+    Args:
+        model: Model to train.
+        base: Optimizer that takes the steps and keeps its own state. Attach learning-rate
+            schedulers to this wrapper, not to `base`.
+        operator: Target, such as "global:0.9".
+        weights: Weights to prune; by default all `compressible_weights(model)`.
+
+    Attributes:
+        steps: Number of steps taken.
+        masks: Masks M of the weights by name; True keeps.
+    """
+
+    moves = False
+    """Whether the method computes gradients at another point than w."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        operator: Operator | str,
+        *,
+        weights: Weights | None = None,
+    ) -> None:
+        check_base(model, base)
+        self.operator = self.check_operator(as_operator(operator))
+        self._shard_context = ShardContext(model)
+        super().__init__(base)
+        self.model = model
+        self.weights = weights_in(model, weights)
+        self.steps = 0
+        self.masks: dict[str, Tensor] = {
+            name: torch.ones_like(weight, dtype=torch.bool, requires_grad=False)
+            for name, weight in local_weights(self.weights).items()
+        }
+        self._backup = Backup(self._shard_context)
+        self._undo = UndoStack()  # leads from w~ back to w
+        self._at_point = False
+        self._ready = False  # whether `.grad` was computed at w~
+        self._begun = False  # whether this step has updated the masks
+        mark_trained(model, self.weights)
+
+    @classmethod
+    def check_operator(cls, operator: Operator) -> Sparsifier:
+        """Returns the target if the method can reach it.
+
+        Raises:
+            ValueError: If it prunes nothing or is a range.
+        """
+        if not isinstance(operator, Sparsifier) or operator.is_range:
+            raise ValueError(
+                f"{cls.__name__} prunes to one target and cannot take {operator}; allowed are "
+                "operators that prune, such as global:0.9, uniform:0.9 and nm:2:4"
+            )
+        return operator
+
+    def update_masks(self) -> None:
+        """Selects new masks, if this step is one that does."""
+
+    def move_(self) -> None:
+        """Moves w to w~, in place; only called where `moves` is True."""
+
+    def combine_(self) -> None:
+        """Turns the gradient at w~ in `.grad` into g~, in place."""
+
+    def update_(self) -> None:
+        """Takes a step with g~."""
+        self.base.step()
+
+    def project_(self) -> None:
+        """Changes w after the step."""
+
+    def final_masks(self) -> Masks:
+        """Returns masks of exactly the target's sparsity."""
+        return self.operator.select(local_weights(self.weights))
+
+    def final_weights_(self) -> None:
+        """Changes w at the end, before the final masks are applied."""
+
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Returns the tensors that the method keeps per weight, for `state_dict`."""
+        return {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        """Takes one step; returns the loss at w~.
+
+        Args:
+            closure: Function that clears the gradients, computes the loss, calls backward and
+                returns the loss; it is called at w~. None takes the step with the gradient that is
+                in `.grad`, computed inside `compressed()` where the method moves the weights.
+        """
+        self._require_outside()
+        loss = None
+        if closure is not None:
+            with self.compressed():
+                loss = torch.enable_grad()(closure)()
+        elif self.moves and not self._ready:
+            raise RuntimeError(
+                f"step() would use a gradient at w: {type(self).__name__} needs it at w~. Either "
+                "pass a closure, optimizer.step(closure), or run the forward and backward pass in "
+                "`with optimizer.compressed():` before optimizer.step()"
+            )
+        self._begin()
+        self.combine_()
+        self.update_()
+        self.steps += 1
+        self._begun = self._ready = False
+        self.project_()
+        return loss
+
+    @contextmanager
+    def compressed(self) -> Iterator[bool]:
+        """Moves the weights to w~ for a `with` block in which forward and backward run.
+
+        Whatever happens inside, w comes back bit for bit. Where the method computes gradients at w
+        itself, the block changes nothing.
+
+        Yields:
+            True: the pass is always needed.
+        """
+        self._require_outside()
+        with torch.no_grad():
+            self._begin()
+        if not self.moves:
+            yield True
+            self._ready = True
+            return
+        try:
+            self._at_point = True
+            self._undo.push(self._drop_copies)  # made of w~
+            self._backup.save(self.weights.values())
+            self._undo.push(self._backup.restore)
+            with torch.no_grad():
+                self.move_()
+            self._drop_copies()  # made of w
+            yield True
+        except BaseException:
+            self.restore()
+            raise
+        self.restore()
+        self._ready = True
+
+    def restore(self) -> None:
+        """Puts w back after a pass at w~ was interrupted; otherwise does nothing."""
+        self._undo.unwind()
+        self._at_point = False
+
+    @torch.no_grad()
+    def finish(self) -> Masks:
+        """Prunes the model to exactly the target, and returns the masks, for `hold_masks`."""
+        self._require_outside()
+        masks = self.final_masks()
+        self.final_weights_()
+        self._set_masks(masks)
+        apply_masks_(self.weights, self.masks)
+        return self.masks
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients: see `torch.optim.Optimizer.zero_grad`."""
+        self._ready = False
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base optimizer.
+
+        Raises:
+            ValueError: If a parameter is not part of the model.
+        """
+        if any(param_group is group for group in self.param_groups):
+            return  # Optimizer.__init__ adds groups that the base optimizer has already
+        check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
+        super().add_param_group(param_group)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self.update_masks()
+            self._begun = True
+
+    def _set_masks(self, masks: Masks) -> None:
+        """Replaces the masks, at the addresses that a captured graph reads."""
+        for name, mask in masks.items():
+            self.masks[name].copy_(mask)
+
+    def hold_(self) -> None:
+        """Zeroes the pruned weights and their moments, as after a change of the masks."""
+        apply_masks_(self.weights, self.masks)
+        for name, mask in self.masks.items():
+            moments = self._moments(self.weights[name])
+            zero_unmasked_(moments, [mask] * len(moments))
+
+    def _moments(self, weight: Tensor) -> list[Tensor]:
+        """Returns the state of the base optimizer that has an entry for every weight."""
+        return [
+            local(value)
+            for value in self.state.get(weight, {}).values()
+            if isinstance(value, Tensor) and value.shape == weight.shape
+        ]
+
+    def _reset_base(self) -> None:
+        """Resets the state of the base optimizer, its counts of steps too, in the same memory."""
+        for entries in self.state.values():
+            for value in entries.values():
+                if isinstance(value, Tensor):
+                    local(value).zero_()
+
+    def _drop_copies(self) -> None:
+        """Drops the copies of the weights that autocast and FSDP have made."""
+        torch.clear_autocast_cache()
+        self._shard_context.reshard()
+
+    def _require_outside(self) -> None:
+        """Puts w back after an interrupt; raises RuntimeError inside a `with` block at w~."""
+        if not self._at_point:
+            return
+        interrupted = self._undo.unwinding
+        self.restore()
+        if not interrupted:
+            raise RuntimeError("the weights were at w~: leave compressed() first")
+
+    def _extra_state(self) -> dict[str, Any]:
+        self._require_outside()
+        return {
+            STATE: {
+                "method": type(self).__name__,
+                "steps": self.steps,
+                "masks": {name: pack_bits(mask) for name, mask in self.masks.items()},
+                "tensors": {kind: dict(values) for kind, values in self.tensors().items()},
+            }
+        }
+
+    def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
+        self._require_outside()
+        if STATE not in state:
+            return lambda: None
+        extra = state[STATE]
+        method, ours = extra.get("method"), type(self).__name__
+        if method != ours:
+            raise ValueError(f"the state is one of {method}, this optimizer is {ours}")
+        kept = self.tensors()
+        for kind, names in {"masks": self.masks, **kept}.items():
+            loaded = extra["masks"] if kind == "masks" else extra["tensors"].get(kind, {})
+            if loaded.keys() != names.keys():
+                different = list_names(sorted(loaded.keys() ^ names.keys()))
+                raise ValueError(f"the {kind} of the state are those of other weights: {different}")
+
+        def load() -> None:
+            self.steps = int(extra["steps"])
+            self._begun = self._ready = False
+            self._set_masks({n: unpack_bits(extra["masks"][n], m) for n, m in self.masks.items()})
+            for kind, values in kept.items():
+                for name, value in values.items():
+                    value.copy_(extra["tensors"][kind][name])
+
+        return load
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._require_outside()
+        scratch = {"_backup": Backup(self._shard_context), "_undo": UndoStack()}
+        return {**super().__getstate__(), **scratch}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.operator}, base={self.base!r})"

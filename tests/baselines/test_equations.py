@@ -1,0 +1,115 @@
+"""Every method against an oracle of ten lines, written from the equation of its docstring."""
+
+import pytest
+import torch
+from problems import adamw, batches, build, loss_on, sgd, top_k, train, weights_of
+
+from torchcram.baselines import ACDC, DPF, SRSTE, GradualMagnitude, SparsitySchedule
+from torchcram.operators import NM
+
+SCHEDULE = SparsitySchedule(begin=2, end=8, interval=2, initial=0.2)
+
+
+def cubic(step):
+    if step < 2:
+        return 0.0
+    return 0.75 if step >= 8 else 0.75 + (0.2 - 0.75) * (1 - (step - 2) / 6) ** 3
+
+
+def magnitudes(weights):
+    return {name: weight.detach().abs() for name, weight in weights.items()}
+
+
+def masked(weights, masks):
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.mul_(masks[name])
+
+
+def gradual_magnitude(model, base, data):
+    weights, masks = weights_of(model), None
+    for step, batch in enumerate(data):
+        if step in (2, 4, 6, 8):
+            masks = top_k(magnitudes(weights), cubic(step))
+            masked(weights, masks)
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        for name, weight in weights.items() if masks else ():
+            weight.grad *= masks[name]
+        base.step()
+        if masks:
+            masked(weights, masks)
+
+
+def dpf(model, base, data):
+    weights, masks = weights_of(model), None
+    for step, batch in enumerate(data):
+        if step in (2, 4, 6, 8, 10):
+            masks = top_k(magnitudes(weights), cubic(step))
+        dense = {name: weight.detach().clone() for name, weight in weights.items()}
+        if masks:
+            masked(weights, masks)
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(dense[name])
+        base.step()
+
+
+def acdc(model, base, data):
+    weights, masks = weights_of(model), None
+    for step, batch in enumerate(data):
+        phase = "dddccddccccc"[step]
+        if step and phase != "dddccddccccc"[step - 1]:
+            base.state.clear()
+            masks = top_k(magnitudes(weights), 0.75) if phase == "c" else None
+            if masks:
+                masked(weights, masks)
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        for name, weight in weights.items() if masks else ():
+            weight.grad *= masks[name]
+        base.step()
+        if masks:
+            masked(weights, masks)
+
+
+def sr_ste(model, base, data):
+    weights = weights_of(model)
+    for batch in data:
+        dense = {name: weight.detach().clone() for name, weight in weights.items()}
+        masks = NM(2, 4).select(dense)
+        masked(weights, masks)
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(dense[name])
+                weight.grad += 0.1 * ~masks[name] * weight
+        base.step()
+
+
+CASES = {
+    "gradual magnitude": (
+        gradual_magnitude,
+        lambda model, base: GradualMagnitude(model, base, "global:0.75", schedule=SCHEDULE),
+    ),
+    "DPF": (dpf, lambda model, base: DPF(model, base, "global:0.75", schedule=SCHEDULE)),
+    "AC/DC": (
+        acdc,
+        lambda model, base: ACDC(model, base, "global:0.75", warmup=3, period=2, end=9),
+    ),
+    "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("base_of", [sgd, adamw])
+def test_agrees_with_the_oracle(name, base_of):
+    oracle, wrap = CASES[name]
+    expected, model = build(), build()
+    oracle(expected, base_of(expected), batches())
+    train(model, wrap(model, base_of(model)), batches())
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
