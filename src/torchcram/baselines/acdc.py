@@ -23,7 +23,8 @@ class ACDC(Baseline):
         dense phase         w <- w - lr g
 
     Peste et al., "AC/DC: alternating compressed/decompressed training", NeurIPS 2021. It begins
-    with a dense phase and ends with a compressed one; momentum and moments start from zero in every phase.
+    with a dense phase and ends with a compressed one; the state of the base optimizer starts from
+    zero in every phase.
 
     Args:
         model: Model to train.

@@ -35,7 +35,9 @@ STATE = "baseline"
 
 
 class Baseline(Wrapper):
-    """Base class of the methods. One step is::
+    """Base class of the methods: a step in five parts.
+
+    ::
 
         M  <- update_masks()        if the schedule says so
         w~ <- move_()               M * w, or w where the method computes gradients at w
