@@ -31,7 +31,9 @@ from torchcram.experiments.recipe import (
     recipe_names,
 )
 from torchcram.experiments.recipe import loading as module
+from torchcram.experiments.recipe.build import build_optimizer
 from torchcram.experiments.recipe.schema import OPTIMIZERS, PRECISIONS, SCHEDULES
+from torchcram.experiments.training.steps import train_on
 from torchcram.optim.rules import RULES
 
 HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))
@@ -234,6 +236,48 @@ def test_the_other_cifar10_has_the_same_recipes():
         twin = EVERY[name.replace("cifar10-jpeg/", "cifar10/")]
         data = replace(twin.data, name="cifar10-jpeg")
         assert EVERY[name] == replace(twin, name=name, data=data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        (["cram=null"], 10),
+        (["cram.rule=CrAM"], 20),
+        (["cram={rule: SAM, operators: []}"], 20),
+        (["cram.rule=C-SAM"], 30),
+        (["cram.rule=Top-K+"], 20),
+        (["cram.dense_share=0.5", "cram.compressed_share=0.5"], 10),
+        (["cram.compressed_share=0.5"], 15),
+        (["cram.rule=C-SAM", "cram.dense_share=0.25", "cram.compressed_share=0.5"], 12.5),
+        (["cram.base_step_probability=0.3"], 17),
+        (["cram.base_step_probability=1", "cram.dense_share=0.5"], 5),
+    ],
+)
+def test_the_passes_are_those_that_steps_take(changes, passes):
+    recipe = load_recipe(MULTI20, ["train.epochs=10", "train.batch_size=8", *changes])
+    assert recipe.passes == pytest.approx(passes)
+    data = torch.randn(80, 3, 4, 4), torch.randint(10, (80,))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    seen = 0
+
+    def count(_module, inputs):
+        nonlocal seen
+        seen += len(inputs[0])
+
+    model.register_forward_pre_hook(count)
+    optimizer = build_optimizer(recipe, model, seed=0)
+    shares = (1.0, 1.0) if recipe.cram is None else recipe.cram.shares
+    for _ in range(recipe.train.epochs):
+        for begin in range(0, 80, 8):
+            batch = tuple(part[begin : begin + 8] for part in data)
+            train_on(batch, model, optimizer, config=recipe.train, shares=shares)
+    drawn = recipe.cram is not None and 0 < recipe.cram.base_step_probability < 1
+    assert seen / 80 == pytest.approx(passes, rel=0.1 if drawn else 1e-9)
+
+
+def test_what_early_stopping_holds_out_is_no_pass():
+    recipe = load_recipe("squad/minilm-l6/adam", ["train.early_stopping={held_out: 0.2}"])
+    assert recipe.passes == pytest.approx(1.6)
 
 
 def test_no_recipe_has_changed():
