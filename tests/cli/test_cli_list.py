@@ -27,8 +27,15 @@ def test_all_names_are_listed_in_whole(what, names):
 
 
 def test_recipes_have_their_titles():
-    (line,) = [line for line in succeed("list", "recipes").stdout.splitlines() if CRAM in line]
-    assert [cell.strip() for cell in line.strip("│").split("│")] == [CRAM, "CrAM+-Multi", "40"]
+    (line,) = [
+        line for line in succeed("list", "recipes").stdout.splitlines() if f"{CRAM} " in line
+    ]
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        CRAM,
+        "CrAM+-Multi",
+        "40",
+        "80",
+    ]
 
 
 def test_examples_of_operators_are_operators():
@@ -76,7 +83,11 @@ def test_a_filter_that_nothing_matches_is_an_error(options):
 
 def test_json_has_what_the_table_has():
     rows = json.loads(succeed("list", "recipes", CRAM, "--json").stdout)
-    assert rows == [{"recipe": CRAM, "title": "CrAM+-Multi", "epochs": 40}]
+    assert rows == [
+        {"recipe": CRAM, "title": "CrAM+-Multi", "epochs": 40, "passes": 80},
+        {"recipe": f"{CRAM}-1.5x", "title": "CrAM+-Multi, 1.5x", "epochs": 40, "passes": 60},
+        {"recipe": f"{CRAM}-1x", "title": "CrAM+-Multi, 1.0x", "epochs": 40, "passes": 40},
+    ]
     rows = json.loads(succeed("list", "operators", "--json").stdout)
     assert [tuple(row.values()) for row in rows] == list(OPERATORS)
     assert rows[0].keys() == {"operator", "example", "what_it_does"}

@@ -28,6 +28,20 @@ def test_two_seeds_at_once_are_as_two_in_turn():
     assert Path("turn", "model.safetensors").read_bytes() == one
 
 
+def test_several_lengths_at_once_are_as_several_in_turn():
+    lengths = ["--epochs", 1, "--epochs", 2]
+    done = succeed(*LINE, CRAM, *lengths, "--seed", 0, "--jobs", 2)
+    succeed("train", SGD, CRAM, *ONE, *lengths, "--out", "turn", "--results", "turned")
+    for recipe in (SGD, CRAM):
+        for epochs in (1, 2):
+            name = f"{recipe}-{epochs}-epochs"
+            assert f"run: runs/{name}/seed0" in done.stdout
+            one, other = (read_result(f"{folder}/{name}.json") for folder in ("results", "turned"))
+            assert one.recipe == other.recipe
+            assert one.title == other.title
+            assert one.seeds[0].dense == other.seeds[0].dense
+
+
 def test_a_failure_is_told_and_the_others_are_shown(monkeypatch):
     succeed("train", SGD, *ONE, "--epochs", 1, "--device", "cpu")
 

@@ -130,6 +130,21 @@ def test_seeds_of_a_recipe_come_one_after_another_and_together():
         assert read_run(Path("all", SGD, f"seed{seed}"))[1].seed == seed
 
 
+def test_several_lengths_are_runs_with_names_of_their_own():
+    lengths = ["--epochs", 1, "--epochs", 2]
+    done = succeed("train", SGD, *lengths, "--seed", 0, *ONE, "--results", "results")
+    for epochs in (1, 2):
+        name = f"{SGD}-{epochs}-epochs"
+        result = read_result(f"results/{name}.json")
+        assert (result.recipe["name"], result.recipe["train"]["epochs"]) == (name, epochs)
+        assert result.title == f"SGD, {epochs} epoch" + "s" * (epochs - 1)
+        assert len(read_log(Path("runs", name, "seed0"))) == epochs
+        assert f"sgd-{epochs}-epochs seed 0: epoch {epochs} of {epochs}" in done.stderr
+    assert not Path("runs", SGD).exists()
+    assert "is given twice" in fail("train", SGD, "--epochs", 2, "--epochs", 2, *ONE)
+    assert "exclude" in fail("train", SGD, *lengths, "--set", "train.epochs=1")
+
+
 def test_results_are_collected_from_all_runs():
     for seed in (1, 0, 1):
         succeed("train", SGD, "--epochs", 1, "--seed", seed, *ONE, "--results", "results")

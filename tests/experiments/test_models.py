@@ -13,6 +13,8 @@ from torchcram.experiments.models import (
     ConvNet,
     ResNet,
     ResNet18,
+    TransformerBlock,
+    VisionTransformer,
     build_model,
     model_names,
     own_model_names,
@@ -37,6 +39,7 @@ def count(model):
         ("resnet20", 0.270, (2, 3, 32, 32)),
         ("resnet18-cifar", 11.17, (2, 3, 32, 32)),
         ("vgg16-cifar", 14.72, (2, 3, 32, 32)),
+        ("vit-cifar", 2.693, (2, 3, 32, 32)),
         ("resnet18-64", 11.17, (2, 3, 64, 64)),
         ("resnet50-64", 23.52, (2, 3, 64, 64)),
         ("torchvision/resnet50", 23.53, (2, 3, 224, 224)),
@@ -61,6 +64,43 @@ def test_classes_are_the_outputs_of_the_last_layer(name):
 def test_blocks_of_nets_for_small_images_begin_at_32x32(name, stride):
     stem = on_meta(name).conv1
     assert (stem.kernel_size, stem.stride, stem.padding) == ((3, 3), (stride, stride), (1, 1))
+
+
+def test_the_vision_transformer_is_compressed_but_for_its_positions_norms_and_biases():
+    model = on_meta("vit-cifar")
+    dense = [name for name in dict(model.named_parameters()) if name.endswith("weight")]
+    dense = [name for name in dense if "norm" not in name]
+    assert sorted(compressible_weights(model)) == sorted(dense)
+
+
+def test_the_attention_of_the_vision_transformer_is_that_of_torch():
+    torch.manual_seed(0)
+    ours, x = TransformerBlock(12, 3), torch.randn(2, 5, 12)
+    theirs = nn.TransformerEncoderLayer(
+        12, 3, 48, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    attention = theirs.self_attn
+    pairs = {
+        attention.in_proj_weight: ours.qkv.weight, attention.in_proj_bias: ours.qkv.bias,
+        attention.out_proj.weight: ours.proj.weight, attention.out_proj.bias: ours.proj.bias,
+        theirs.linear1.weight: ours.fc1.weight, theirs.linear1.bias: ours.fc1.bias,
+        theirs.linear2.weight: ours.fc2.weight, theirs.linear2.bias: ours.fc2.bias,
+    }  # fmt: skip
+    with torch.no_grad():
+        for target, value in pairs.items():
+            target.copy_(value)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_a_patch_knows_its_position():
+    torch.manual_seed(0)
+    model = VisionTransformer(8, 4, 12, depth=1, classes=3)
+    images = torch.randn(2, 3, 8, 8)
+    assert not model(images).allclose(model(images.flip(3)), atol=1e-5)
+    with torch.no_grad():
+        model.pos_embed.zero_()
+    halves = images.unflatten(3, (2, 4))[:, :, :, [1, 0]].flatten(3)  # the patches change places
+    torch.testing.assert_close(model(images), model(halves))
 
 
 def test_nets_for_64x64_images_do_not_pool_before_the_blocks():

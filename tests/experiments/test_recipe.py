@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import closure_for, same, snapshot
+from nets import same, snapshot
 from recipe_digests import FILE, digests
-from torch.optim import SGD
 
 import torchcram
-from torchcram import CrAM, compressible_weights
+from torchcram import compressible_weights
 from torchcram.experiments.data.images import AUGMENTS
 from torchcram.experiments.io.yaml_text import dump, parse
 from torchcram.experiments.models import build_model
@@ -31,7 +30,9 @@ from torchcram.experiments.recipe import (
     recipe_names,
 )
 from torchcram.experiments.recipe import loading as module
+from torchcram.experiments.recipe.build import build_optimizer
 from torchcram.experiments.recipe.schema import OPTIMIZERS, PRECISIONS, SCHEDULES
+from torchcram.experiments.training.steps import train_on
 from torchcram.optim.rules import RULES
 
 HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))
@@ -114,7 +115,8 @@ def test_every_recipe_is_in_order(name):
     assert recipe.name == name
     assert recipe.task_name == recipe.data.name
     assert Recipe.from_dict(recipe.to_dict()) == recipe
-    assert (recipe.cram is None) == (recipe.method in ("sgd", "sgd-2x", "transfer"))
+    plain = ("sgd", "sgd-2x", "adamw", "adamw-2x", "transfer")
+    assert (recipe.cram is None) == (recipe.method in plain)
     if (cram := recipe.cram) is not None:
         weights = parameters_of(recipe)
         assert "conv1.weight" not in weights or not any("nm:" in text for text in cram.operators)
@@ -142,28 +144,13 @@ def cases():
 @pytest.mark.parametrize("recipe", cases())
 def test_every_recipe_runs_a_batch(recipe):
     model = build_model(recipe.model.name, classes=10)
-    config, cram = recipe.optimizer, recipe.cram
-    optimizer = SGD(
-        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay
-    )
-    if cram is not None:
-        optimizer = CrAM(
-            model,
-            optimizer,
-            cram.operators,
-            rho=cram.rho,
-            rule=RULES[cram.rule],
-            sparse_gradients=cram.sparse_gradients,
-            normalize=cram.normalize,
-            mask_interval=cram.mask_interval,
-            base_step_probability=cram.base_step_probability,
-            weights=compressible_weights(
-                model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends
-            ),
-        )
+    optimizer = build_optimizer(recipe, model, seed=0)
     before = snapshot(model)
     batch = torch.randn(shape_of(recipe)), torch.randint(10, (2,))
-    assert optimizer.step(closure_for(model, optimizer, batch)) > 0
+    shares = (1.0, 1.0) if recipe.cram is None else recipe.cram.shares
+    losses = train_on(batch, model, optimizer, config=recipe.train, shares=shares)
+    assert all(loss > 0 for loss in losses if loss is not None)
+    assert (losses[1] is None) == (recipe.cram is None)
     assert not same(before, snapshot(model))
 
 
@@ -174,16 +161,16 @@ ROWS = {
         topk-plus-multi cram-plus-k50-dense-gradients cram-plus-multi-dense-gradients
         cram-plus-multi-uniform cram-plus-nm cram-plus-multi-tau20 cram-plus-multi-tau100
         cram-plus-4bits cram-plus-multi-finetune""",
-    "cifar10/resnet18": "sgd cram-plus-k95",
+    "cifar10/resnet18": "sgd sgd-2x sam cram-plus-k95",
     "cifar10/vgg16": "sgd cram-plus-k95",
-    "cifar100/resnet18": "sgd cram-plus-multi",
+    "cifar100/resnet18": "sgd sgd-2x sam cram-plus-multi",
     "cifar100/resnet20": "transfer",
     "imagenet/resnet50": """
-        sgd sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm cram-plus-4bits
+        sgd sgd-2x sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm cram-plus-4bits
         cram-plus-multi-finetune-10 cram-plus-multi-finetune-20""",
     "imagenet/resnet18": "sgd sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm",
-    "tiny-imagenet-200/resnet18-64": "sgd cram-plus-multi cram-plus-nm cram-plus-4bits",
-    "tiny-imagenet-200/resnet50-64": "sgd cram-plus-multi",
+    "tiny-imagenet-200/resnet18-64": "sgd sgd-2x sam cram-plus-multi cram-plus-nm",
+    "tiny-imagenet-200/resnet50-64": "sgd sgd-2x sam cram-plus-multi",
     "digits/convnet-digits": "sgd cram-plus-multi",
     "flowers102/resnet50": "transfer",
     "oxford-iiit-pet/resnet50": "transfer",
@@ -228,12 +215,73 @@ def test_the_other_cifar10_has_the_same_recipes():
     assert ours == {
         name.replace("cifar10/", "cifar10-jpeg/")
         for name in EVERY
-        if name.startswith(("cifar10/resnet20/", "cifar10/resnet18/"))
+        if name.startswith(("cifar10/resnet20/", "cifar10/resnet18/", "cifar10/vit/"))
     }
     for name in ours:
         twin = EVERY[name.replace("cifar10-jpeg/", "cifar10/")]
         data = replace(twin.data, name="cifar10-jpeg")
         assert EVERY[name] == replace(twin, name=name, data=data)
+
+
+def test_every_multi_has_its_cheaper_forms_and_a_plain_training_of_its_cost():
+    multis = [name for name in ALL if name.endswith(("/cram-plus-multi", "-multi-long", "-k95"))]
+    assert len(multis) > 12
+    for name in multis:
+        whole, per_epoch = ALL[name], {"": 2, "-1.5x": 1.5, "-1x": 1}
+        for form, passes in per_epoch.items():
+            recipe = ALL[name + form]
+            assert recipe.passes == passes * whole.train.epochs
+            shares = {"dense_share": 1.0, "compressed_share": 1.0}
+            cram = replace(recipe.cram, **shares)
+            assert replace(recipe, name=name, title=whole.title, cram=cram) == whole
+            assert recipe.title.startswith(whole.title.partition(",")[0])
+            assert form == "" or {"-1.5x": ", 1.5x", "-1x": ", 1.0x"}[form] in recipe.title
+        plain = name.rpartition("/")[0] + ("/adamw" if "/vit/" in name else "/sgd")
+        if whole.text is None:
+            assert ALL[f"{plain}-2x"].passes == whole.passes
+            assert ALL[plain].passes == ALL[f"{name}-1x"].passes
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        (["cram=null"], 10),
+        (["cram.rule=CrAM"], 20),
+        (["cram={rule: SAM, operators: []}"], 20),
+        (["cram.rule=C-SAM"], 30),
+        (["cram.rule=Top-K+"], 20),
+        (["cram.dense_share=0.5", "cram.compressed_share=0.5"], 10),
+        (["cram.compressed_share=0.5"], 15),
+        (["cram.rule=C-SAM", "cram.dense_share=0.25", "cram.compressed_share=0.5"], 12.5),
+        (["cram.base_step_probability=0.3"], 17),
+        (["cram.base_step_probability=1", "cram.dense_share=0.5"], 5),
+    ],
+)
+def test_the_passes_are_those_that_steps_take(changes, passes):
+    recipe = load_recipe(MULTI20, ["train.epochs=10", "train.batch_size=8", *changes])
+    assert recipe.passes == pytest.approx(passes)
+    data = torch.randn(80, 3, 4, 4), torch.randint(10, (80,))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    seen = 0
+
+    def count(_module, inputs):
+        nonlocal seen
+        seen += len(inputs[0])
+
+    model.register_forward_pre_hook(count)
+    optimizer = build_optimizer(recipe, model, seed=0)
+    shares = (1.0, 1.0) if recipe.cram is None else recipe.cram.shares
+    for _ in range(recipe.train.epochs):
+        for begin in range(0, 80, 8):
+            batch = tuple(part[begin : begin + 8] for part in data)
+            train_on(batch, model, optimizer, config=recipe.train, shares=shares)
+    drawn = recipe.cram is not None and 0 < recipe.cram.base_step_probability < 1
+    assert seen / 80 == pytest.approx(passes, rel=0.1 if drawn else 1e-9)
+
+
+def test_what_early_stopping_holds_out_is_no_pass():
+    recipe = load_recipe("squad/minilm-l6/adam", ["train.early_stopping={held_out: 0.2}"])
+    assert recipe.passes == pytest.approx(1.6)
 
 
 def test_no_recipe_has_changed():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from runs import recipe
 
@@ -7,6 +9,7 @@ from torchcram.experiments.recipe.overrides import (
     read_at,
     transfer_recipe,
     with_epochs,
+    with_length,
     with_overrides,
     with_targets,
 )
@@ -19,6 +22,18 @@ def test_epochs_take_warmup_along(epochs, warmup):
     changed = with_epochs(CIFAR, epochs)
     assert (changed.train.epochs, changed.schedule.warmup_epochs) == (epochs, warmup)
     assert with_epochs(CIFAR, None) is CIFAR
+
+
+def test_trainings_of_several_lengths_have_names_of_their_own():
+    changed = with_length(CIFAR, 40)
+    assert changed.name == "cifar10/resnet20/cram-plus-multi-40-epochs"
+    assert changed.title == "CrAM+-Multi, 40 epochs"
+    assert with_length(CIFAR, 1).title == "CrAM+-Multi, 1 epoch"
+    same = {"name": CIFAR.name, "title": CIFAR.title}
+    assert replace(changed, **same) == with_epochs(CIFAR, 40)
+    assert with_length(CIFAR, 3).schedule.warmup_epochs == 3
+    long = load_recipe("squad/minilm-l6/cram-plus-multi-long-1x")
+    assert with_length(long, 16).title == "CrAM+-Multi, 1.0x, 16 epochs"
 
 
 def test_overrides_and_targets_are_put_in_strictly():

@@ -49,6 +49,7 @@ seeds = st.builds(
     targets=st.lists(targets, max_size=3, unique_by=lambda one: one.operator).map(tuple),
     machine=st.text(),
     versions=st.dictionaries(st.text(), st.text(), max_size=2),
+    epochs=st.none() | st.floats(0, 1e3, exclude_min=True),
 )
 results = st.builds(
     Result,
@@ -100,7 +101,7 @@ def places(value, above=()):
 
 PLAIN = json.loads(json.dumps(asdict(sgd())))
 PLACES = list(places(PLAIN))
-OPTIONAL = ("after_std", "trials", "processes", "others", "metric", "samples", "chosen")
+OPTIONAL = ("after_std", "trials", "processes", "others", "metric", "samples", "chosen", "epochs")
 REQUIRED = [keys for keys in PLACES if keys[-1] not in (*OPTIONAL, *range(9))]
 REQUIRED = [keys for keys in REQUIRED if "versions" not in keys[:-1]]
 REQUIRED = [keys for keys in REQUIRED if "targets" not in keys or keys[-1] != "seconds"]

@@ -4,8 +4,13 @@ import pytest
 import torch
 from runs import Stop, digits, recipe, run, stop_after
 
+from torchcram.experiments.data.images import ImageDataset, Images
 from torchcram.experiments.evaluation.compressed_models import one_shot, score_on_test
+from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
+from torchcram.experiments.training.cuda_graph_steps import GraphStep, make_step
 from torchcram.experiments.training.log import read_log
+from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.gpu
@@ -52,8 +57,6 @@ def test_a_run_may_go_on_on_another_device(tmp_path, data, devices):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_steps_do_not_wait_for_the_device(tmp_path, data):
-    from torchcram.experiments.training.steps import EagerStep
-
     class Strict(EagerStep):
         begun = False
 
@@ -72,3 +75,43 @@ def test_steps_do_not_wait_for_the_device(tmp_path, data):
 
     run(tmp_path, recipe(method="sgd", epochs=2), data, device=CUDA, make_step=Strict)
     assert len(read_log(tmp_path)) == 2
+
+
+def colours(count):
+    """Images of one colour each, which is its class, under noise."""
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.randint(10, (count,), generator=generator)
+    levels = torch.randint(256, (10, 1, 1, 3), generator=torch.Generator().manual_seed(0))
+    noise = torch.randint(-20, 21, (count, 32, 32, 3), generator=generator)
+    return Images((levels[labels] + noise).clamp(0, 255).byte(), labels)
+
+
+@pytest.mark.parametrize("method", ["adamw", "cram-plus-multi", "cram-plus-multi-1x"])
+def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method):
+    name = f"cifar10/vit/{method}"
+    given = load_recipe(name, ["train.precision=fp32", "train.batch_size=32"])
+    data = ImageDataset("cifar10", colours(256), colours(64), tuple("abcdefghij"))
+    shares = (1.0, 1.0) if given.cram is None else given.cram.shares
+    losses = []
+    for make in (EagerStep, make_step):
+        model = build_initial_model(given, classes=10, seed=0).to(CUDA).train()
+        optimizer = build_optimizer(given, model, seed=0)
+        batches = build_batches(given, data, train=True, device=CUDA, seed=0)
+        step = make(model, optimizer, batches, given.train, CUDA, shares=shares)
+        assert isinstance(step, GraphStep) == (make is make_step)
+        step.start_epoch(0)
+        for _ in range(len(batches)):
+            step.run()
+        losses.append([loss for loss in step.losses() if loss is not None])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_the_vision_transformer_learns_with_cram(tmp_path):
+    changes = ["train.epochs=10", "schedule.warmup_epochs=1", "train.batch_size=64"]
+    given = load_recipe("cifar10/vit/cram-plus-multi-1x", changes)
+    data = ImageDataset("cifar10", colours(1024), colours(256), tuple("abcdefghij"))
+    found = run(tmp_path, given, data, device=CUDA, make_step=make_step)
+    assert found.finished.accuracy > 0.8
+    (small,) = one_shot(found.model, given, data, ["global:0.7"], device=CUDA, seed=0)
+    assert small.after == pytest.approx(small.before, abs=0.01)  # there is no batch norm
+    assert small.after > 0.7

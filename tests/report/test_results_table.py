@@ -9,6 +9,7 @@ from result_samples import cram, result, seed, sgd, target
 from rich.console import Console
 
 from torchcram.experiments.evaluation.results import write_result
+from torchcram.experiments.io.files import slug
 from torchcram.experiments.recipe import load_recipe
 from torchcram.report.markdown_tables import (
     END,
@@ -111,17 +112,17 @@ def test_markdown_has_every_method_and_target():
     header, rule, *rows = rows_of(markdown_table([sgd(), cram()], "cifar/net"))
     assert header == [
         "method", "dense", "`global:0.5`", "`global:0.9`", "`global:0.95`", "`nm:2:4`", "`int4`",
-        "`global:0.5+int4`", "seeds", "epochs", "min",
+        "`global:0.5+int4`", "seeds", "epochs", "passes", "min",
     ]  # fmt: skip
     assert len(rule) == len(header)
     assert rows == [
         [
             "CrAM+-Multi", "90.00 ± 1.00", "89.00 ± 0.00 (-1.00)", "88.00 ± 1.00 (-2.00)", "", "",
-            "88.00 ± 0.00 (-2.00)", "60.00 ± 0.00 (-30.00)", "3", "20", "2.0",
+            "88.00 ± 0.00 (-2.00)", "60.00 ± 0.00 (-30.00)", "3", "20", "40", "2.0",
         ],
         [
             "SGD", "88.70", "88.31 (-0.39)", "", "24.00 (-64.70)", "71.00 (-17.70)",
-            "62.00 (-26.70)", "", "1", "20", "2.5",
+            "62.00 (-26.70)", "", "1", "20", "40", "2.5",
         ],
     ]  # fmt: skip
 
@@ -130,6 +131,7 @@ def test_markdown_names_data_and_machine():
     note = markdown_table([sgd(), cram()], "cifar/net").splitlines()[-1]
     assert "on cifar-jpeg after" in note
     assert "Abacus 3" in note
+    assert "Passes: forward and backward over the training set." in note
     mixed = markdown_table([sgd(), replace(cram(), data="cifar")], "cifar/net")
     assert [row[0] for row in rows_of(mixed)[2:]] == ["CrAM+-Multi on cifar", "SGD on cifar-jpeg"]
 
@@ -333,6 +335,59 @@ def test_pruners_and_fine_tuning_have_rows_below_their_method():
     assert [row[0] for row in table[2:]] == ["sgd", "- obs", "- fine-tuned"]  # nothing by Wanda
     assert table[3][1:4] == ["", "85.00 (-5.00)", "70.00 (-20.00)"]
     assert table[4][1:4] == ["", "", "88.00 (-2.00)"]
+    assert table[3][4:] == ["", "", "", ""]  # a pruner trains nothing
+    assert table[4][4:] == ["", "20 + 20", "40 + 40", ""]
+
+
+def test_what_early_stopping_left_out_does_not_count():
+    stop = {"train": {"epochs": 2, "early_stopping": {"held_out": 0.1, "patience": 3}}}
+    base = result("sgd", [seed(0, 0.9, {"nm:2:4": 0.6})], cram=None)
+    ends = {"nm:2:4": 1.25, "int4": 0.75}
+    some = [
+        result(f"sgd-finetune-{slug(at)}", [seed(0, 0.9, {at: 0.8}, epochs=end)], cram=None, **stop)
+        for at, end in ends.items()
+    ]
+    name = "cifar/net sgd fine-tuned@ nm:2:4 int4"
+    assert rows_of(markdown_table([base, *some], name))[3][-4:] == ["", "20 + 1", "20 + 0.9", ""]
+    old = replace(some[1], seeds=(replace(some[1].seeds[0], epochs=None),))
+    row = rows_of(markdown_table([base, some[0], old], name))[3]
+    assert row[-4:] == ["", "20 + ≤ 1.62", "20 + ≤ 1.46", ""]
+    shown = " ".join("".join(lines_of(result_table(old), width=200)).split())
+    assert "fine-tuned for ≤ 2 epochs, ≤ 1.8 passes" in shown
+
+
+@pytest.mark.parametrize(
+    ("cram", "passes"),
+    [
+        (None, "20"),
+        ({"rule": "CrAM+"}, "40"),
+        ({"rule": "C-SAM"}, "60"),
+        ({"dense_share": 0.5, "compressed_share": 0.5}, "20"),
+        ({"compressed_share": 0.5, "base_step_probability": 0.1}, "29"),
+    ],
+)
+def test_the_cost_is_in_every_table(cram, passes):
+    one = result("sgd", [seed(0, 0.9, {"int4": 0.8})], title="SGD", cram=cram)
+    words = f"20 epochs, {passes} passes"
+    assert rows_of(markdown_table([one], "cifar/net"))[2][-3:] == ["20", passes, "2.5"]
+    shown = " ".join("".join(lines_of(result_table(one), width=200)).split())
+    assert f"trained for {words}" in shown
+    assert "passes: forward and backward over the training set" in shown
+    shown = " ".join("".join(lines_of(comparison_table([one]), width=200)).split())
+    assert f"SGD: {words}" in shown
+
+
+def test_a_result_without_epochs_has_no_cost():
+    one = replace(sgd(), recipe={})
+    assert rows_of(markdown_table([one], "cifar/net"))[2][-3:-1] == ["", ""]
+    assert "passes" not in "".join(lines_of(result_table(one)))
+
+
+def test_models_without_batch_norm_are_not_called_tuned():
+    same = target("int4", 0.8, before=0.8)
+    one = replace(seed(0, 0.9, {}), targets=(same,))
+    assert "batch-norm" not in markdown_table([result("vit", [one])], "cifar/net")
+    assert "BNT" not in "".join(lines_of(result_table(result("vit", [one]))))
 
 
 def test_what_a_pruner_left_and_what_learned_from_the_dense_model_have_rows_too():

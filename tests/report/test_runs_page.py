@@ -89,14 +89,15 @@ def test_the_page_needs_nothing_else(page):
 
 def test_the_page_has_every_number(page):
     for one, label in ((sgd(), "SGD"), (cram(), "CrAM+-Multi")):
-        assert [label, "", str(dense(one)), "", ""] in page.rows
+        assert [label, "", str(dense(one)), "", "", "40"] in page.rows
         for operator, row in summaries(one).items():
             zeros = f"{100 * row.sparsity:.1f} / {100 * row.model_sparsity:.1f}"
             numbers = [zeros, percent(row.before.mean), str(row.after), points(row.change.mean)]
+            numbers.append("40")  # passes
             at = page.rows.index([operator])
             following = page.rows[at + 1 : at + 3]
             assert [label, *numbers] in following
-    assert ["global:0.5", "50.0 / 49.5", "30.00", "50.00", "-10.00"] in page.rows
+    assert ["global:0.5", "50.0 / 49.5", "30.00", "50.00", "-10.00", "40"] in page.rows
 
 
 def test_the_page_has_the_recipe_the_machine_and_every_seed(page):
@@ -108,7 +109,7 @@ def test_the_page_has_the_recipe_the_machine_and_every_seed(page):
         for target in one.targets:
             said = f"{percent(target.before)} as is, {percent(target.after)} after BNT"
             assert said in page.words
-    assert "cifar/net/cram-plus, 3 seeds, 20 epochs, 2.0 min each" in page.words
+    assert "cifar/net/cram-plus, 3 seeds, 20 epochs, 40 passes, 2.0 min each" in page.words
 
 
 def test_curves_begin_dense_and_follow_global_sparsity(page):
@@ -193,10 +194,10 @@ def test_a_record_without_an_epoch_is_refused(epoch):
 def test_a_short_training_has_seconds():
     short = replace(sgd(), seeds=(replace(sgd().seeds[0], seconds=7.4),))
     words = Page(runs_page([short])).words
-    assert "cifar/net/sgd, 1 seed, 20 epochs, 7 s" in words
+    assert "cifar/net/sgd, 1 seed, 20 epochs, 40 passes, 7 s" in words
     assert "7 s" in words
     words = Page(runs_page([cram()])).words
-    assert "cifar/net/cram-plus, 3 seeds, 20 epochs, 2.0 min each" in words
+    assert "cifar/net/cram-plus, 3 seeds, 20 epochs, 40 passes, 2.0 min each" in words
     assert "3.0 min" in words
 
 
@@ -209,7 +210,7 @@ def test_without_logs_there_is_no_training_chart():
     alone = Page(runs_page([sgd()]))
     assert len(alone.charts) == 1
     assert "Training" not in alone.words
-    assert ["nm:2:4", "13.0 / 12.9", "51.00", "71.00", "-17.70"] in alone.rows
+    assert ["nm:2:4", "13.0 / 12.9", "51.00", "71.00", "-17.70", "40"] in alone.rows
 
 
 @settings(max_examples=25, deadline=None)
@@ -335,8 +336,8 @@ def test_language_models_have_their_metric_and_no_batch_norm():
     text = {"text": {"task": "squad"}}
     one = replace(result("adam", [seed(0, 0.8, {"uniform:0.5": 0.6})], **text), metric="F1")
     page = Page(runs_page([one]))
-    assert ["compressed to", "sparsity", "F1", "vs dense"] in page.rows
-    assert ["uniform:0.5", "13.0 / 12.9", "60.00", "-20.00"] in page.rows
+    assert ["compressed to", "sparsity", "F1", "vs dense", "passes"] in page.rows
+    assert ["uniform:0.5", "13.0 / 12.9", "60.00", "-20.00", "40"] in page.rows
     assert "Test F1 in %" in page.words
     assert "BNT" not in page.source
     assert not any("fine-tuned" in word for word in page.words)
@@ -354,7 +355,12 @@ def test_a_model_fine_tuned_at_several_targets_is_one_curve():
     assert [one["name"] for one in page.charts[0]["series"]] == ["SGD", "SGD, fine-tuned"]
     assert [one["x"] for one in page.charts[0]["series"][1]["points"]] == [0, 50, 90]
     assert any("called fine-tuned or distilled" in word for word in page.words)
-    assert "cifar/net/sgd-finetune-global-0.5, 1 seed, 20 epochs, 2.5 min" in page.words
+    assert "cifar/net/sgd-finetune-global-0.5, 1 seed, 20 epochs, 40 passes, 2.5 min" in page.words
+    rows = [row for row in page.rows if row[0] == "SGD, fine-tuned"]
+    assert [row[-1] for row in rows] == ["40", "40 + 40", "40 + 40"]  # dense, 50 %, 90 %
+    assert any("those of fine-tuning follow after a plus" in word for word in page.words)
+    alone = [row[-1] for row in Page(runs_page(some)).rows if row[0] in ("dense", "global:0.5")]
+    assert alone == ["", "… + 40"]  # nothing says what it was fine-tuned from
     title = {"title": "Mine"}
     others = [
         result(f"{one}-finetune-global-0.5", [seed(0, 0.9, {"global:0.5": 0.8})], **title)

@@ -56,7 +56,7 @@ OPERATORS = (
     ),
 )
 
-Row = tuple[str | int, ...]
+Row = tuple[str | int | float, ...]
 
 
 class What(str, Enum):
@@ -105,9 +105,16 @@ def _recipes(text: str) -> Listing:
     from torchcram.experiments.recipe import load_recipe, recipe_names
 
     recipes = [load_recipe(name) for name in recipe_names() if text in name.lower()]
-    return ("recipe", "title", "epochs"), [
-        (recipe.name, recipe.title, recipe.train.epochs) for recipe in recipes
+    return ("recipe", "title", "epochs", "passes"), [
+        (recipe.name, recipe.title, recipe.train.epochs, _whole(recipe.passes))
+        for recipe in recipes
     ]
+
+
+def _whole(number: float) -> int | float:
+    """Returns a number rounded to two digits, as an integer where it is one."""
+    rounded = round(number, 2)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _models(text: str) -> Listing:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from torchcram.report.summary import counted, percent
+from torchcram.report.summary import number, percent
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -114,8 +114,9 @@ def derived_table(derived: FineTuned) -> Table:
         if tuned:
             table.add_row("batch norm tuned", percent(origin.after), *at_start)
     what = "transferred" if origin.new_head else "fine-tuned"
+    epochs = trained.finished.epochs or trained.recipe.train.epochs
     table.add_row(
-        f"{what}, {counted(trained.recipe.train.epochs, 'epoch')}",
+        f"{what}, {number(epochs)} epoch{'s' * (epochs != 1)}",
         percent(trained.finished.accuracy),
         percent(derived.sparsity),
         percent(derived.model_sparsity),

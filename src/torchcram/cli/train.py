@@ -16,7 +16,6 @@ from torchcram.cli.options import (
     DeviceName,
     Download,
     Eager,
-    Epochs,
     EvalInterval,
     Sets,
 )
@@ -48,7 +47,14 @@ def train(
             min=0, show_default="0", help="Seed of the run. Repeatable: a run for each seed."
         ),
     ] = None,
-    epochs: Epochs = None,
+    epochs: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            show_default="that of the recipe",
+            help="Number of epochs. Repeatable: a run for each number, called RECIPE-N-epochs.",
+        ),
+    ] = None,
     device: DeviceName = "auto",
     start: Annotated[
         Path | None,
@@ -99,7 +105,7 @@ def train(
         options = TrainOptions(
             data=data,
             sets=tuple(sets or ()),
-            epochs=epochs,
+            epochs=tuple(epochs or ()),
             device=device,
             start=start,
             eager=eager,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.machine import cores, versions
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe import Recipe, load_recipe
-from torchcram.experiments.recipe.overrides import with_epochs
+from torchcram.experiments.recipe.overrides import with_epochs, with_length
 from torchcram.experiments.results_store import (
     RESULT,
     add_to_results,
@@ -54,7 +55,7 @@ class TrainOptions:
 
     data: Path
     sets: tuple[str, ...]
-    epochs: int | None
+    epochs: tuple[int, ...]
     device: str
     start: Path | None
     eager: bool
@@ -92,14 +93,18 @@ def plan(
         ValueError: If any of them is not possible; none has begun by then.
     """
     find_device(options.device)
-    check_epochs(options.epochs, options.sets)
+    check_epochs(options.epochs[0] if options.epochs else None, options.sets)
     check_sets(options.sets)
     step_maker(options.eager, options.compiled)
-    loaded = [with_epochs(load_recipe(name, options.sets), options.epochs) for name in recipes]
-    alone = len(recipes) * len(seeds) == 1
-    methods = [recipe.method for recipe in loaded]
+    loaded = [
+        (source, recipe)
+        for source in recipes
+        for recipe in _lengths(load_recipe(source, options.sets), options.epochs)
+    ]
+    alone = len(loaded) * len(seeds) == 1
+    methods = [recipe.method for _, recipe in loaded]
     trainings: list[Training] = []
-    for source, recipe in zip(recipes, loaded, strict=True):
+    for source, recipe in loaded:
         for seed in seeds:
             below = (RUNS if out is None else out) / recipe.name / f"seed{seed}"
             folder = out if out is not None and alone else below
@@ -110,6 +115,13 @@ def plan(
             name = recipe.method if methods.count(recipe.method) == 1 else recipe.name
             trainings.append(Training(source, recipe, seed, folder, f"{name} seed {seed}"))
     return trainings
+
+
+def _lengths(recipe: Recipe, epochs: Sequence[int]) -> list[Recipe]:
+    """Returns a recipe with each number of epochs; only several of them become part of its name."""
+    if len(epochs) > 1:
+        return [with_length(recipe, count) for count in epochs]
+    return [with_epochs(recipe, epochs[0] if epochs else None)]
 
 
 def train_in_turn(
@@ -261,8 +273,11 @@ def _job(training: Training, options: TrainOptions, device: str) -> Job:
     command += ["--eval-interval", str(options.eval_interval)]
     for text in options.sets:
         command += ["--set", text]
-    if options.epochs is not None:
-        command += ["--epochs", str(options.epochs)]
+    if options.epochs:
+        command += ["--epochs", str(training.recipe.train.epochs)]
+    if len(options.epochs) > 1:  # a command with one number of epochs would not name it
+        recipe = training.recipe
+        command += ["--set", f"name={recipe.name}", "--set", f"title={json.dumps(recipe.title)}"]
     if options.start is not None:
         command += ["--from", str(options.start)]
     if options.results is not None:

@@ -314,6 +314,7 @@ class FineTuned:
             machine=info.machine,
             versions=dict(info.versions),
             processes=finished.processes,
+            epochs=finished.epochs,
         )
 
 

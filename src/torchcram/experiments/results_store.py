@@ -125,6 +125,7 @@ def as_result(trained: Trained, targets: Sequence[TargetResult]) -> Result:
         versions=dict(info.versions),
         processes=finished.processes,
         others=finished.others,
+        epochs=finished.epochs,
     )
     return merge_seed(None, trained.recipe, seed)
 

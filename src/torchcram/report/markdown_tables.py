@@ -58,7 +58,7 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
     targets = chosen or summary.sort_operators(
         operator for result in shown for operator in summary.summaries(result)
     )
-    header = ["method", "dense", *map(_code, targets), "seeds", "epochs", "min"]
+    header = ["method", "dense", *map(_code, targets), "seeds", "epochs", "passes", "min"]
     rows = []
     for method in methods:
         if method not in known:
@@ -69,16 +69,17 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
             cells = [_further_cell(known, method, kind, target) for target in targets]
             if any(cells):
                 how = kind[:-1].replace("@", ", ")
-                rows.append([_escaped(f"- {how}"), "", *cells, "", "", ""])
+                length = _further_cost(known, method, kind, targets)
+                rows.append([_escaped(f"- {how}"), "", *cells, "", *length, ""])
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
 
 
 def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[str]:
     cells = [_cell(result, target) for target in targets]
-    counts = [str(len(result.seeds)), summary.epochs(result), f"{summary.minutes(result):.1f}"]
+    cost = [summary.epochs(result), summary.passes(result), f"{summary.minutes(result):.1f}"]
     name = result.title + (f" on {result.data}" if data else "")
-    return [_escaped(name), str(summary.dense(result)), *cells, *counts]
+    return [_escaped(name), str(summary.dense(result)), *cells, str(len(result.seeds)), *cost]
 
 
 def _cell(result: Result, target: str) -> str:
@@ -91,12 +92,30 @@ def _cell(result: Result, target: str) -> str:
 
 
 def _further_cell(known: Mapping[str, Result], method: str, kind: str, target: str) -> str:
-    for word, mark in TRAINED_ON.items():
-        if kind.endswith(word):
-            operator = kind.removesuffix(word) + target
-            result = known.get(f"{method}{mark}{slug(operator)}")
-            return "" if result is None else _cell(result, operator)
-    return _cell(known[method], kind + target)
+    if not kind.endswith(tuple(TRAINED_ON)):
+        return _cell(known[method], kind + target)
+    result, operator = _trained_on(known, method, kind, target)
+    return "" if result is None else _cell(result, operator)
+
+
+def _further_cost(
+    known: Mapping[str, Result], method: str, kind: str, targets: Sequence[str]
+) -> list[str]:
+    """Returns the epochs and the passes of a method and of its fine-tuning; a pruner has none."""
+    if not kind.endswith(tuple(TRAINED_ON)):
+        return ["", ""]
+    trained = [_trained_on(known, method, kind, target)[0] for target in targets]
+    tuned = [result for result in trained if result is not None]
+    return [summary.epochs(known[method], tuned), summary.passes(known[method], tuned)]
+
+
+def _trained_on(
+    known: Mapping[str, Result], method: str, kind: str, target: str
+) -> tuple[Result | None, str]:
+    """Returns the result of fine-tuning at a target, if there is one, and the operator there."""
+    word = next(word for word in TRAINED_ON if kind.endswith(word))
+    operator = kind.removesuffix(word) + target
+    return known.get(f"{method}{TRAINED_ON[word]}{slug(operator)}"), operator
 
 
 def _note(results: Sequence[Result]) -> str:
@@ -110,7 +129,7 @@ def _note(results: Sequence[Result]) -> str:
     return (
         f"Test {metric} in % on {data}{after}; in brackets the change from the "
         "same model dense, in points. Mean ± standard deviation where there are several seeds. "
-        f"Min: minutes of one training, {', '.join(machines)}."
+        f"{summary.PASSES.capitalize()}. Min: minutes of one training, {', '.join(machines)}."
     )
 
 

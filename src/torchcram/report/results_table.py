@@ -10,7 +10,7 @@ from rich.text import Text
 from torchcram.experiments.evaluation.results import Result, TargetResult, mean
 from torchcram.experiments.recipe.overrides import FINETUNE
 from torchcram.report import summary
-from torchcram.report.summary import NOTICEABLE, percent, points
+from torchcram.report.summary import NOTICEABLE, PASSES, percent, points
 
 _BNT = "BNT: batch-norm statistics re-estimated; vs dense: BNT - dense"
 _CHANGE = "vs dense: change in points"
@@ -26,7 +26,8 @@ def result_table(result: Result) -> Table:
         title=Text(f"{name}: test {result.metric} in % on {result.data}, {how}"),
         caption="sparsity in % of the compressible weights and of all parameters; "
         + (_BNT if tuned else _CHANGE)
-        + (f"; ± over {over}" if over else ""),
+        + (f"; ± over {over}" if over else "")
+        + _length(result),
     )
     table.add_column("target", no_wrap=True)
     targets = [target for seed in result.seeds for target in seed.targets]
@@ -64,7 +65,9 @@ def comparison_table(results: Sequence[Result]) -> Table:
     first = results[0]
     table = Table(
         title=Text(f"Test {first.metric} in % on {first.data}, compressed in one shot"),
-        caption="BNT: batch-norm statistics re-estimated; change: BNT - dense, in points",
+        caption="BNT: batch-norm statistics re-estimated; change: BNT - dense, in points"
+        + "".join(f"; {result.title}: {_words(result)}" for result in results if _words(result))
+        + f"; {PASSES}",
     )
     table.add_column("target", no_wrap=True)
     for result in results:
@@ -83,6 +86,16 @@ def comparison_table(results: Sequence[Result]) -> Table:
                 cells += [percent(row.before.mean), str(row.after), _change(row.change.mean)]
         table.add_row(Text(operator), *cells)
     return table
+
+
+def _length(result: Result) -> str:
+    """Returns the cost of the training for the caption; nothing where it is not known."""
+    how = "fine-tuned for" if FINETUNE in result.method else "trained for"
+    return f"; {how} {_words(result)}; {PASSES}" if _words(result) else ""
+
+
+def _words(result: Result) -> str:
+    return ", ".join(summary.cost_words(result))
 
 
 def _change(change: float) -> Text:

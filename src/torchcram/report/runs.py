@@ -34,6 +34,8 @@ class Run:
         style: Number of the colour, dashes and markers.
         dense: Accuracy of the uncompressed models.
         rows: Targets by operator.
+        passes: Passes over the training set by operator, and of the dense model by "dense"; with
+            those of fine-tuning after a plus.
     """
 
     result: Result
@@ -41,6 +43,7 @@ class Run:
     style: int
     dense: MeanStd
     rows: Mapping[str, TargetSummary]
+    passes: Mapping[str, str]
 
     @property
     def colour(self) -> int:
@@ -54,13 +57,11 @@ class Run:
 
     @property
     def made(self) -> str:
-        """Seeds, epochs and minutes in words."""
-        count, epochs = len(self.result.seeds), summary.epochs(self.result)
+        """Seeds, epochs, passes and minutes in words."""
+        count = len(self.result.seeds)
         took = summary.duration(60 * summary.minutes(self.result))
-        parts = [summary.counted(count, "seed")]
-        parts += [f"{epochs} epochs"] if epochs else []
-        parts += [took + " each" * (count > 1)]
-        return ", ".join(parts)
+        parts = [summary.counted(count, "seed"), *summary.cost_words(self.result)]
+        return ", ".join([*parts, took + " each" * (count > 1)])
 
     @property
     def recipe(self) -> list[tuple[str, str]]:
@@ -110,7 +111,8 @@ class Group:
             if key in merged and not merged[key].rows.keys() & run.rows.keys():
                 label = run.result.title.rpartition(" at ")[0] or merged[key].label
                 rows = {**merged[key].rows, **run.rows}
-                merged[key] = replace(merged[key], label=label, rows=rows)
+                passes = {**merged[key].passes, **run.passes}
+                merged[key] = replace(merged[key], label=label, rows=rows, passes=passes)
             else:
                 merged[key if key not in merged else id(run)] = run
         return list(merged.values())
@@ -130,6 +132,7 @@ def group_runs(results: Sequence[Result]) -> list[Group]:
                 styles.setdefault(label, len(styles)),
                 summary.dense(result),
                 summary.summaries(result),
+                _passes(result, members),
             )
             for result, label in zip(members, summary.labels(members), strict=True)
         ]
@@ -138,6 +141,17 @@ def group_runs(results: Sequence[Result]) -> list[Group]:
         targets = summary.sort_operators(operator for run in runs for operator in run.rows)
         groups.append(Group(f"{task} / {model}", data, runs, targets))
     return groups
+
+
+def _passes(result: Result, members: Sequence[Result]) -> dict[str, str]:
+    """Returns the passes of a result by operator; `members` have what it was fine-tuned from."""
+    base, finetuned, _ = result.method.partition(FINETUNE)
+    dense, compressed = summary.passes(result), summary.passes(result)
+    if finetuned:
+        start = next((member for member in members if member.method == base), None)
+        dense = "" if start is None else summary.passes(start)
+        compressed = f"… + {compressed}" if start is None else summary.passes(start, [result])
+    return {"dense": dense, **dict.fromkeys(summary.summaries(result), compressed)}
 
 
 def _text(value: object) -> str:

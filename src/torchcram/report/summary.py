@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
 from torchcram.experiments.evaluation.results import Result, TargetResult, mean, std
 from torchcram.experiments.io.dict_diff import flat
+from torchcram.experiments.recipe import training_passes
 from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
 
+PASSES = "passes: forward and backward over the training set"
 DIGITS = 2  # of percentages: enough to show one test image in ten thousand
 NOTICEABLE = 0.05  # tables set a larger loss of accuracy in bold red
 _KINDS = (GlobalTopK, UniformTopK, NM, Quantize, Chain)  # in the order of tables
@@ -121,18 +123,91 @@ def on_the_axis(result: Result, operator: str) -> bool:
         return False
 
 
-def epochs(result: Result) -> str:
-    """Returns the epochs of the recipe as text, or nothing where it has none."""
-    return str(flat(result.recipe).get("train.epochs", ""))
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a training, the mean over the seeds.
+
+    Attributes:
+        epochs: Number of epochs.
+        passes: Number of forward and backward passes over the training set.
+        at_most: Whether early stopping may have ended it earlier, which older files do not say.
+    """
+
+    epochs: float
+    passes: float
+    at_most: bool = False
+
+
+def cost(results: Sequence[Result]) -> Cost | None:
+    """Returns the mean cost of trainings; None if a recipe does not say its epochs.
+
+    Args:
+        results: Results, at least one: of one recipe, or of fine-tuning at several targets.
+    """
+    costs = [_cost(result, seed.epochs) for result in results for seed in result.seeds]
+    known = [each for each in costs if each is not None]
+    if len(known) < len(costs):
+        return None
+    return Cost(
+        mean([each.epochs for each in known]),
+        mean([each.passes for each in known]),
+        any(each.at_most for each in known),
+    )
+
+
+def _cost(result: Result, trained: float | None) -> Cost | None:
+    """Returns the cost of one seed, which was trained for all epochs where `trained` is None."""
+    settings = result.recipe.get("train")
+    epochs = settings.get("epochs") if isinstance(settings, Mapping) else None
+    if not isinstance(epochs, int) or not isinstance(settings, Mapping):
+        return None
+    length = epochs if trained is None else trained
+    at_most = settings.get("early_stopping") is not None and trained is None
+    return Cost(length, training_passes(result.recipe, length), at_most)
+
+
+def epochs(result: Result, tuned: Sequence[Result] = ()) -> str:
+    """Returns the epochs of a training as text, or nothing where they are not known.
+
+    Args:
+        result: Result of the training.
+        tuned: Results of fine-tuning after it, whose epochs follow after a plus: "200 + 20".
+    """
+    return _joined([cost([result]), *([cost(tuned)] if tuned else [])], "epochs")
+
+
+def passes(result: Result, tuned: Sequence[Result] = ()) -> str:
+    """Returns the passes over the training set as text; the arguments are those of `epochs`."""
+    return _joined([cost([result]), *([cost(tuned)] if tuned else [])], "passes")
+
+
+def cost_words(result: Result) -> list[str]:
+    """Returns "20 epochs" and "40 passes", or nothing where they are not known."""
+    counts = {"epoch": epochs(result), "pass": passes(result)}
+    plural = {"epoch": "epochs", "pass": "passes"}
+    known = {unit: count for unit, count in counts.items() if count}
+    return [f"{count} {unit if count == '1' else plural[unit]}" for unit, count in known.items()]
+
+
+def _joined(costs: Sequence[Cost | None], what: str) -> str:
+    if None in costs:
+        return ""
+    values = [(getattr(each, what), each.at_most) for each in costs if each is not None]
+    return " + ".join("≤ " * at_most + number(value) for value, at_most in values)
+
+
+def number(value: float) -> str:
+    """Formats a number with up to two digits after the point: 400, 5.7, 0.45."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def tuned(result: Result) -> bool:
-    """Returns whether batch norm was tuned after compression; language models have none.
+    """Returns whether batch norm was tuned after compression, which scores that changed tell.
 
-    For a task of another package it is told by scores that changed.
+    Language models and vision transformers have no batch norm.
     """
-    if result.recipe.get("task") is None:
-        return result.recipe.get("text") is None
+    if result.recipe.get("text") is not None:
+        return False
     return any(target.before != target.after for seed in result.seeds for target in seed.targets)
 
 

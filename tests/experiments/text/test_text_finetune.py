@@ -59,6 +59,7 @@ def test_texts_are_tested_on_what_is_held_out_and_the_best_is_kept(finished, que
     (target,) = seed.targets
     assert (target.operator, target.after) == ("uniform:0.7", info.finished.accuracy)
     assert seed.dense == read_run(finished)[1].finished.accuracy
+    assert (info.finished.epochs, seed.epochs) == (2.0, 2.0)
     assert "fine-tuned, 2 epochs" in done.stdout
     assert not list(Path("on").glob("best-*"))
 
@@ -78,8 +79,11 @@ def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, m
     monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
     monkeypatch.setattr(Trainer, "save_checkpoint", save)
     monkeypatch.setattr("torchcram.experiments.training.trainer.score_on_test", test)
-    succeed(*tuned(finished, questions, "on"))
+    done = succeed(*tuned(finished, questions, "on", "--results", "results"))
     assert held_out_values(Path("on")) == [0.1, 0.5, 0.5, 0.4, 0.2]
+    assert "fine-tuned, 1.25 epochs" in done.stdout  # five rounds of a quarter
+    (seed,) = read_result(f"results/{CRAM}-finetune-uniform-0.7.json").seeds
+    assert seed.epochs == 1.25
     assert tested == [6]  # the test split, once
     for name, value in load_file("on/model.safetensors").items():
         assert value.equal(kept[2][name]), name
@@ -250,6 +254,8 @@ def test_plain_training_can_be_ended_early_too_but_not_with_images(
         patch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
         succeed(*given)
     assert held_out_values(Path("run")) == [0.5, 0.4]  # of six rounds
+    assert read_result("run/result.json").seeds[0].epochs == 1
+    assert read_run(Path("run"))[1].finished.epochs == 1
     with pytest.raises(ValueError, match=r"train\.early_stopping is for texts"):
         run(tmp_path / "images", digits_recipe("train.early_stopping={}"), digits())
 

@@ -62,7 +62,9 @@ def test_what_there_is_of_glue():
     assert {name for name in EVERY if not name.startswith("squad/")} == {
         f"{task}/minilm-l6/{method}"
         for task in ("sst2", "mrpc", "rte", "cola")
-        for method in ("adam", "cram-plus-multi")
+        for method in (
+            *("adam", "sam", "cram-plus-multi", "cram-plus-multi-1.5x", "cram-plus-multi-1x"),
+        )
     }
 
 

@@ -74,6 +74,7 @@ class SeedResult:
         processes: Number of processes that trained together, at the end.
         others: Further metrics of the dense model, by name.
         chosen: Settings on top of the recipe that were chosen from a grid.
+        epochs: Number of epochs that were trained, where early stopping decided it.
     """
 
     seed: int
@@ -85,12 +86,14 @@ class SeedResult:
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
     chosen: tuple[str, ...] = field(default=(), metadata=json_text.UNLESS_DEFAULT)
+    epochs: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")
         _require_fraction("dense", self.dense)
         require(0 <= self.seconds <= 1e9, "seconds", self.seconds, "from 0 to 1e9")
         require(self.processes >= 1, "processes", self.processes, "at least 1")
+        require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
         operators = [target.operator for target in self.targets]
         require(len(set(operators)) == len(operators), "targets", operators, "every operator once")
 

@@ -23,6 +23,8 @@ from torchcram.experiments.models.small import (
     ProjectionBlock,
     ResNet,
     ResNet18,
+    TransformerBlock,
+    VisionTransformer,
     resnet20,
 )
 
@@ -36,6 +38,8 @@ __all__ = [
     "ProjectionBlock",
     "ResNet",
     "ResNet18",
+    "TransformerBlock",
+    "VisionTransformer",
     "build_model",
     "is_factory",
     "is_model_name",

@@ -19,7 +19,13 @@ from torchcram.experiments.models.factories import (
     is_factory,
     takes_args,
 )
-from torchcram.experiments.models.small import VGG, ConvNet, ResNet18, resnet20
+from torchcram.experiments.models.small import (
+    VGG,
+    ConvNet,
+    ResNet18,
+    VisionTransformer,
+    resnet20,
+)
 
 # with these options the model returns scores alone, and does not warn about its initialisation
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,6 +119,7 @@ _MODELS: dict[str, Callable[[int], nn.Module]] = {
     "resnet20": resnet20,
     "resnet18-cifar": ResNet18,
     "vgg16-cifar": lambda classes: VGG(classes=classes),
+    "vit-cifar": lambda classes: VisionTransformer(classes=classes),
     "resnet18-64": lambda classes: _for_64("resnet18", classes),
     "resnet50-64": lambda classes: _for_64("resnet50", classes),
 }

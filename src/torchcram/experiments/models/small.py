@@ -1,4 +1,4 @@
-"""Networks for small images: a plain convnet, ResNets and VGG."""
+"""Networks for small images: a plain convnet, ResNets, VGG and a vision transformer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 
 class ConvNet(nn.Module):
@@ -160,3 +161,69 @@ def _initialise_by_fan_out_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)), on tokens (n, t, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps tokens to tokens."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (n, t, 3, heads, d)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (n, heads, t, d)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.proj(attended)
+        y: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return y
+
+
+class VisionTransformer(nn.Module):
+    """Vision transformer for small square images, pre-norm, with the mean of its tokens as output.
+
+    Args:
+        size: Height and width of the images.
+        patch: Height and width of a patch, which becomes a token.
+        width: Size of a token.
+        depth: Number of blocks.
+        heads: Number of attention heads.
+        channels: Number of channels of the images.
+        classes: Number of scores.
+    """
+
+    def __init__(
+        self,
+        size: int = 32,
+        patch: int = 4,
+        width: int = 192,
+        *,
+        depth: int = 6,
+        heads: int = 3,
+        channels: int = 3,
+        classes: int = 10,
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.pos_embed = nn.Parameter(torch.empty(1, (size // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images to class scores."""
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.pos_embed
+        logits: Tensor = self.fc(self.norm(self.blocks(tokens)).mean(1))
+        return logits

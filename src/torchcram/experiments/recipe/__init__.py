@@ -12,6 +12,7 @@ from torchcram.experiments.recipe.schema import (
     ScheduleConfig,
     StopConfig,
     TrainConfig,
+    training_passes,
 )
 from torchcram.experiments.tasks import TaskConfig
 
@@ -30,4 +31,5 @@ __all__ = [
     "TrainConfig",
     "load_recipe",
     "recipe_names",
+    "training_passes",
 ]

@@ -20,6 +20,7 @@ DENSE = "dense"  # in place of an operator: no compression
 FINETUNE = "-finetune-"  # in names of fine-tuned recipes, before the target
 DISTILLED = f"{FINETUNE}distilled-"  # in their names if the dense model is the teacher
 LONGEST = 100  # characters of a folder's name
+_LENGTH = re.compile(r", [0-9]+ epochs?$")  # at the end of a title
 _SIMPLE = re.compile(r"[A-Za-z0-9._=+-]+")  # settings that are their own folder name
 
 
@@ -37,6 +38,19 @@ def with_epochs(recipe: Recipe, epochs: int | None) -> Recipe:
         train=replace(recipe.train, epochs=epochs),
         schedule=replace(recipe.schedule, warmup_epochs=min(recipe.schedule.warmup_epochs, epochs)),
     )
+
+
+def with_length(recipe: Recipe, epochs: int) -> Recipe:
+    """Returns a recipe with another number of epochs, which its name and its title say.
+
+    Trainings of several lengths have different results and folders that way.
+
+    Args:
+        recipe: Recipe to change. A number of epochs at the end of its title is replaced.
+        epochs: Number of epochs.
+    """
+    title = f"{_LENGTH.sub('', recipe.title)}, {epochs} epoch{'s' * (epochs != 1)}"
+    return replace(with_epochs(recipe, epochs), name=f"{recipe.name}-{epochs}-epochs", title=title)
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

@@ -367,6 +367,11 @@ class Recipe:
             require(fits, "model.name", self.model.name, f"a model for {about}")
         self.build_task().check_recipe()
 
+    @property
+    def passes(self) -> float:
+        """Cost of the training in passes over the training set; see `training_passes`."""
+        return training_passes(self.to_dict(), self.train.epochs)
+
     def build_task(self) -> Task:
         """Returns the task, which knows the kind of data, model and metric."""
         return build_task(self.model, self.data, text=self.text, task=self.task)
@@ -409,6 +414,33 @@ class Recipe:
                 was given and what is allowed.
         """
         return build(cls, data, where)
+
+
+def training_passes(recipe: Mapping[str, Any], epochs: float) -> float:
+    """Returns the cost of a training: the number of passes over the training set.
+
+    A pass is a forward and a backward pass over every sample. A plain step takes one over its
+    batch. A step of CrAM takes one at w over the dense share of the batch, and one over the
+    compressed share for every perturbed point: two for C-SAM, one for all other rules. With
+    `base_step_probability` it stops after the pass at w; the number is then the expected one. What
+    early stopping holds out is not trained on and does not count. Forward passes alone, as those
+    of a teacher and of tests, do not count either.
+
+    Args:
+        recipe: Recipe as plain data; keys with a default may be left out.
+        epochs: Number of epochs that were trained, which may be a fraction.
+    """
+    stop = (recipe.get("train") or {}).get("early_stopping")
+    if stop is not None:
+        epochs *= 1 - stop.get("held_out", StopConfig.held_out)
+    cram = recipe.get("cram")
+    if cram is None:
+        return epochs
+    rule = RULES[cram.get("rule", CramConfig.rule)]
+    further = len(rule.passes) * cram.get("compressed_share", CramConfig.compressed_share)
+    plain_steps = cram.get("base_step_probability", CramConfig.base_step_probability)
+    per_epoch: float = cram.get("dense_share", CramConfig.dense_share) + (1 - plain_steps) * further
+    return epochs * per_epoch
 
 
 def read_operators(

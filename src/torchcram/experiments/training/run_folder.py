@@ -35,12 +35,14 @@ class Finished:
         seconds: Time that the training took.
         processes: Number of processes that trained together, at the end.
         others: Further metrics, by name.
+        epochs: Number of epochs that were trained, where early stopping decided it.
     """
 
     accuracy: float
     seconds: float
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    epochs: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
 
 @dataclass(frozen=True)

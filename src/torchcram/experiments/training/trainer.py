@@ -276,7 +276,13 @@ class Trainer:
         score = policy.finish(epochs)
         if self.ranks.is_first:
             save_model(self.model, self.folder / MODEL)
-            finished = Finished(score.value, self.seconds, self.ranks.world_size, score.others)
+            finished = Finished(
+                score.value,
+                self.seconds,
+                self.ranks.world_size,
+                score.others,
+                policy.stopped_after(self.done),
+            )
             write_info(self.folder, replace(self.info, finished=finished))
         policy.clean_up()
 
@@ -541,6 +547,10 @@ class _StopPolicy:
     def note_checkpoint(self) -> None:
         """Does what has to follow a checkpoint."""
 
+    def stopped_after(self, done: int) -> float | None:  # noqa: ARG002
+        """Returns the number of epochs where it is not that of the recipe, otherwise None."""
+        return None
+
     def finish(self, epochs: _Epochs) -> Score:
         """Returns the score of the model."""
         last = self._last
@@ -576,7 +586,7 @@ class _EarlyStopping(_StopPolicy):
         batches = max(1, len(divided.train) // recipe.train.batch_size)
         tests = min(stop.tests, batches)
         in_rounds = _in_rounds(recipe, tests)
-        self._trainer, self._patience = trainer, stop.patience
+        self._trainer, self._patience, self._tests = trainer, stop.patience, tests
         self._epochs = in_rounds.train.epochs
         self._values = trainer.ranks.broadcast_from_rank0(
             lambda: held_out_values(trainer.folder, trainer.done)
@@ -603,6 +613,10 @@ class _EarlyStopping(_StopPolicy):
             # the best one at the checkpoint before stays: training may resume from there
             kept = {_best(self._values), _best(self._values[:-1])}
             _remove_all_but(self._trainer.folder, kept)
+
+    def stopped_after(self, done: int) -> float:
+        """Returns the number of epochs that `done` rounds are."""
+        return done / self._tests
 
     def finish(self, epochs: _Epochs) -> Score:  # noqa: ARG002
         """Loads the best model; returns its score on the test split."""
