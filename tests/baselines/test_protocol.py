@@ -106,6 +106,31 @@ def test_w_comes_back_when_the_pass_fails(method):
 
 
 @each_method
+@pytest.mark.parametrize("cut", range(BATCHES))
+def test_a_training_interrupted_in_a_pass_resumes_bit_for_bit(method, cut):
+    model = build()
+    train(model, method(model, sgd(model)), batches())
+
+    first = build()
+    before = method(first, sgd(first))
+    train(first, before, batches()[:cut])
+
+    def fails():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        before.step(fails)
+    saved = copy.deepcopy((first.state_dict(), before.state_dict()))
+    second = build(seed=5)
+    after = method(second, sgd(second))
+    second.load_state_dict(saved[0])
+    after.load_state_dict(saved[1])
+    train(second, after, batches()[cut:])
+    for ours, theirs in zip(second.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@each_method
 def test_a_learning_rate_of_zero_changes_only_what_is_pruned(method):
     model = build()
     base = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)

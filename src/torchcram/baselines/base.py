@@ -221,6 +221,14 @@ class Baseline(Wrapper):
         check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
         super().add_param_group(param_group)
 
+    def _require_whole(self) -> None:
+        """Raises ValueError if weights are sharded, for methods that need whole layers."""
+        if self._shard_context.sharded:
+            raise ValueError(
+                f"{type(self).__name__} needs whole weights on every rank, and the model is "
+                "sharded; allowed are one process and DistributedDataParallel"
+            )
+
     def _begin(self) -> None:
         if not self._begun:
             self.update_masks()
@@ -273,6 +281,7 @@ class Baseline(Wrapper):
             STATE: {
                 "method": type(self).__name__,
                 "steps": self.steps,
+                "begun": self._begun,
                 "masks": {name: pack_bits(mask) for name, mask in self.masks.items()},
                 "tensors": {kind: dict(values) for kind, values in self.tensors().items()},
             }
@@ -295,7 +304,8 @@ class Baseline(Wrapper):
 
         def load() -> None:
             self.steps = int(extra["steps"])
-            self._begun = self._ready = False
+            self._begun = bool(extra.get("begun", False))
+            self._ready = False
             self._set_masks({n: unpack_bits(extra["masks"][n], m) for n, m in self.masks.items()})
             for kind, values in kept.items():
                 for name, value in values.items():
