@@ -3,8 +3,10 @@
 import pytest
 import torch
 from problems import adamw, batches, build, loss_on, sgd, top_k, train, weights_of
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
-from torchcram.baselines import ACDC, DPF, SRSTE, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import ACDC, DPF, SRSTE, STR, GradualMagnitude, SparsitySchedule
 from torchcram.operators import NM
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=2, initial=0.2)
@@ -90,6 +92,17 @@ def sr_ste(model, base, data):
         base.step()
 
 
+def soft_threshold(model, base, data):
+    weights = weights_of(model)
+    s = {name: torch.full((), -3.0, requires_grad=True) for name in weights}
+    base.add_param_group({"params": list(s.values())})
+    for inputs, labels in data:
+        moved = {n: w.sign() * (w.abs() - s[n].sigmoid()).relu() for n, w in weights.items()}
+        base.zero_grad()
+        cross_entropy(functional_call(model, moved, (inputs,)), labels).backward()
+        base.step()
+
+
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
@@ -100,6 +113,7 @@ CASES = {
         acdc,
         lambda model, base: ACDC(model, base, "global:0.75", warmup=3, period=2, end=9),
     ),
+    "STR": (soft_threshold, lambda model, base: STR(model, base, "global:0.75", initial=-3.0)),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),
 }
 

@@ -5,6 +5,7 @@ from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
 from torchcram.baselines.schedule import SparsitySchedule
+from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
 
-__all__ = ["ACDC", "DPF", "SRSTE", "Baseline", "GradualMagnitude", "SparsitySchedule"]
+__all__ = ["ACDC", "DPF", "SRSTE", "STR", "Baseline", "GradualMagnitude", "SparsitySchedule"]
