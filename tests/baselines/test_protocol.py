@@ -8,7 +8,7 @@ import torch
 from problems import BATCHES, adamw, batches, build, loss_on, sgd, train
 
 from torchcram import compressible_weights, hold_masks, sparsity
-from torchcram.baselines import ACDC, DPF, SRSTE, STR, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=3)
 METHODS = {
@@ -20,6 +20,7 @@ METHODS = {
         model, base, target, warmup=3, period=2, end=9
     ),
     "STR": lambda model, base, target="global:0.9": STR(model, base, target, initial=-3.0),
+    "l0": lambda model, base, target="global:0.9": L0(model, base, target, penalty=100),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

@@ -106,3 +106,9 @@ def shortfall(
         pruned = pruned.masked_fill(pruned == -torch.inf, torch.inf)  # none is pruned
         amounts[name] = -torch.minimum(kept, pruned).clamp(max=0)
     return amounts
+
+
+def set_magnitudes_(weight: Tensor, magnitudes: Tensor) -> None:
+    """Gives weights other magnitudes, and keeps their signs; none becomes zero."""
+    tiny = torch.finfo(weight.dtype).tiny
+    weight.copy_(magnitudes.clamp(min=tiny).to(weight.dtype).copysign(weight))

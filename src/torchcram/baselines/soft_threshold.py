@@ -6,10 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from torchcram.baselines.base import Baseline
-from torchcram.baselines.scores import as_magnitudes, in_layers, per_layer, shortfall
+from torchcram.baselines.scores import (
+    as_magnitudes,
+    in_layers,
+    per_layer,
+    set_magnitudes_,
+    shortfall,
+)
 from torchcram.weights import apply_masks_, mask_gradients_
 
 if TYPE_CHECKING:
@@ -117,10 +121,7 @@ class STR(Baseline):
         self._shrink_({name: (t - lower[name]).clamp(min=0) for name, t in self.thresholds.items()})
 
     def _shrink_(self, thresholds: Mapping[str, Tensor]) -> None:
-        """Brings weights nearer to zero by their threshold, but kept ones not to zero itself."""
+        """Brings weights nearer to zero by their threshold, but none to zero itself."""
         for name, threshold in thresholds.items():
             weight = in_layers(self.weights, name)
-            tiny = torch.finfo(weight.dtype).tiny
-            weight.copy_(
-                (weight.abs() - threshold).clamp(min=tiny).to(weight.dtype).copysign(weight)
-            )
+            set_magnitudes_(weight, weight.abs() - threshold)
