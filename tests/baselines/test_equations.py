@@ -1,10 +1,14 @@
 """Every method against an oracle of ten lines, written from the equation of its docstring."""
 
+import math
+
 import pytest
 import torch
 from problems import adamw, batches, build, loss_on, sgd, top_k, train, weights_of
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
-from torchcram.baselines import ACDC, DPF, SRSTE, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
 from torchcram.operators import NM
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=2, initial=0.2)
@@ -90,6 +94,35 @@ def sr_ste(model, base, data):
         base.step()
 
 
+def soft_threshold(model, base, data):
+    weights = weights_of(model)
+    s = {name: torch.full((), -3.0, requires_grad=True) for name in weights}
+    base.add_param_group({"params": list(s.values())})
+    for inputs, labels in data:
+        moved = {n: w.sign() * (w.abs() - s[n].sigmoid()).relu() for n, w in weights.items()}
+        base.zero_grad()
+        cross_entropy(functional_call(model, moved, (inputs,)), labels).backward()
+        base.step()
+
+
+def l0(model, base, data):
+    weights, generator = weights_of(model), torch.Generator().manual_seed(7)
+    start = {
+        n: torch.empty_like(w).normal_(0, 0.01, generator=generator) for n, w in weights.items()
+    }
+    log_a = {n: (noise + 1.5).detach().requires_grad_() for n, noise in start.items()}
+    base.add_param_group({"params": list(log_a.values()), "weight_decay": 0})
+    for inputs, labels in data:
+        u = {n: torch.empty_like(w).uniform_(generator=generator) for n, w in weights.items()}
+        y = {n: ((u[n].log() - (1 - u[n]).log() + log_a[n]) * 1.5).sigmoid() for n in weights}
+        moved = {n: w * (1.2 * y[n] - 0.1).clamp(0, 1) for n, w in weights.items()}
+        opened = [(a - 2 / 3 * math.log(0.1 / 1.1)).sigmoid().flatten() for a in log_a.values()]
+        base.zero_grad()
+        loss = cross_entropy(functional_call(model, moved, (inputs,)), labels)
+        (loss + 30 * torch.cat(opened).mean()).backward()
+        base.step()
+
+
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
@@ -99,6 +132,13 @@ CASES = {
     "AC/DC": (
         acdc,
         lambda model, base: ACDC(model, base, "global:0.75", warmup=3, period=2, end=9),
+    ),
+    "STR": (soft_threshold, lambda model, base: STR(model, base, "global:0.75", initial=-3.0)),
+    "l0": (
+        l0,
+        lambda model, base: L0(
+            model, base, "global:0.75", penalty=30, drop_rate=1 / (1 + math.exp(1.5)), seed=7
+        ),
     ),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),
 }

@@ -8,7 +8,7 @@ import torch
 from problems import BATCHES, adamw, batches, build, loss_on, sgd, train
 
 from torchcram import compressible_weights, hold_masks, sparsity
-from torchcram.baselines import ACDC, DPF, SRSTE, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=3)
 METHODS = {
@@ -19,6 +19,8 @@ METHODS = {
     "AC/DC": lambda model, base, target="global:0.9": ACDC(
         model, base, target, warmup=3, period=2, end=9
     ),
+    "STR": lambda model, base, target="global:0.9": STR(model, base, target, initial=-3.0),
+    "l0": lambda model, base, target="global:0.9": L0(model, base, target, penalty=100),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -41,6 +43,26 @@ def test_ends_at_exactly_the_target(method, target):
     with hold_masks(optimizer.base, weights, masks):
         train(model, optimizer.base, batches(2))
     assert sparsity(weights) >= 1 - kept / total
+
+
+@each_method
+def test_finish_ends_the_training(method):
+    model = build()
+    optimizer = method(model, sgd(model))
+    train(model, optimizer, batches())
+    masks = {name: mask.clone() for name, mask in optimizer.finish().items()}
+    finished = copy.deepcopy(model.state_dict())
+    twin = build(seed=5)
+    other = method(twin, sgd(twin))
+    twin.load_state_dict(finished)
+    other.load_state_dict(optimizer.state_dict())
+    for again in (optimizer, other):
+        for name, mask in again.finish().items():
+            assert torch.equal(mask, masks[name])
+        for name, value in again.model.state_dict().items():
+            assert torch.equal(value, finished[name])
+        with pytest.raises(RuntimeError, match=r"finish\(\) has ended the training"):
+            train(again.model, again, batches())
 
 
 @each_method
@@ -103,6 +125,31 @@ def test_w_comes_back_when_the_pass_fails(method):
         assert torch.equal(value, expected)
     train(model, optimizer, batches()[5:])
     assert optimizer.steps == BATCHES
+
+
+@each_method
+@pytest.mark.parametrize("cut", range(BATCHES))
+def test_a_training_interrupted_in_a_pass_resumes_bit_for_bit(method, cut):
+    model = build()
+    train(model, method(model, sgd(model)), batches())
+
+    first = build()
+    before = method(first, sgd(first))
+    train(first, before, batches()[:cut])
+
+    def fails():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        before.step(fails)
+    saved = copy.deepcopy((first.state_dict(), before.state_dict()))
+    second = build(seed=5)
+    after = method(second, sgd(second))
+    second.load_state_dict(saved[0])
+    after.load_state_dict(saved[1])
+    train(second, after, batches()[cut:])
+    for ours, theirs in zip(second.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @each_method

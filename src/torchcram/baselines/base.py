@@ -58,6 +58,7 @@ class Baseline(Wrapper):
     Attributes:
         steps: Number of steps taken.
         masks: Masks M of the weights by name; True keeps.
+        finished: Whether `finish` has been called; no further steps are possible then.
     """
 
     moves = False
@@ -78,6 +79,7 @@ class Baseline(Wrapper):
         self.model = model
         self.weights = weights_in(model, weights)
         self.steps = 0
+        self.finished = False
         self.masks: dict[str, Tensor] = {
             name: torch.ones_like(weight, dtype=torch.bool, requires_grad=False)
             for name, weight in local_weights(self.weights).items()
@@ -124,7 +126,7 @@ class Baseline(Wrapper):
         return self.operator.select(local_weights(self.weights))
 
     def final_weights_(self) -> None:
-        """Changes w at the end, before the final masks are applied."""
+        """Changes w at the end; M is the final mask already, and is applied afterwards."""
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the tensors that the method keeps per weight, for `state_dict`."""
@@ -139,7 +141,7 @@ class Baseline(Wrapper):
                 returns the loss; it is called at w~. None takes the step with the gradient that is
                 in `.grad`, computed inside `compressed()` where the method moves the weights.
         """
-        self._require_outside()
+        self._require_unfinished()
         loss = None
         if closure is not None:
             with self.compressed():
@@ -168,7 +170,7 @@ class Baseline(Wrapper):
         Yields:
             True: the pass is always needed.
         """
-        self._require_outside()
+        self._require_unfinished()
         with torch.no_grad():
             self._begin()
         if not self.moves:
@@ -197,11 +199,15 @@ class Baseline(Wrapper):
 
     @torch.no_grad()
     def finish(self) -> Masks:
-        """Prunes the model to exactly the target, and returns the masks, for `hold_masks`."""
+        """Prunes the model to exactly the target, and returns the masks, for `hold_masks`.
+
+        It ends the training: a second call changes nothing.
+        """
         self._require_outside()
-        masks = self.final_masks()
-        self.final_weights_()
-        self._set_masks(masks)
+        if not self.finished:
+            self._set_masks(self.final_masks())
+            self.final_weights_()
+            self.finished = True
         apply_masks_(self.weights, self.masks)
         return self.masks
 
@@ -220,6 +226,48 @@ class Baseline(Wrapper):
             return  # Optimizer.__init__ adds groups that the base optimizer has already
         check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
         super().add_param_group(param_group)
+
+    def _train(
+        self,
+        kind: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
+        """Makes `base` train tensors beside the weights; `combine_` sets their gradients.
+
+        They form the last parameter group, with the options of the group of the weights.
+
+        Args:
+            kind: Name of the tensors, such as "scores".
+            tensors: Tensors by the names of their weights.
+            lr: Learning rate of the tensors; by default that of the weights.
+            weight_decay: Weight decay of the tensors; by default that of the weights.
+        """
+        first = next(iter(self.weights.values()))
+        groups = [group for group in self.param_groups if any(p is first for p in group["params"])]
+        options = dict((groups or self.param_groups)[0])
+        del options["params"]
+        named = options.pop("param_names", None) is not None
+        if isinstance(options["lr"], Tensor):  # a scheduler writes to the tensor of each group
+            options["lr"] = options["lr"].clone()
+        if lr is not None:
+            options["lr"] = lr
+        if weight_decay is not None:
+            options["weight_decay"] = weight_decay
+        members = [
+            (f"{kind}.{name}", tensor) if named else tensor for name, tensor in tensors.items()
+        ]
+        self.base.add_param_group({"params": members, **options})
+
+    def _require_whole(self) -> None:
+        """Raises ValueError if weights are sharded, for methods that need whole layers."""
+        if self._shard_context.sharded:
+            raise ValueError(
+                f"{type(self).__name__} needs whole weights on every rank, and the model is "
+                "sharded; allowed are one process and DistributedDataParallel"
+            )
 
     def _begin(self) -> None:
         if not self._begun:
@@ -267,12 +315,22 @@ class Baseline(Wrapper):
         if not interrupted:
             raise RuntimeError("the weights were at w~: leave compressed() first")
 
+    def _require_unfinished(self) -> None:
+        self._require_outside()
+        if self.finished:
+            raise RuntimeError(
+                "finish() has ended the training; to train on with the masks held, use "
+                "hold_masks(optimizer.base, optimizer.weights, masks) and optimizer.base.step()"
+            )
+
     def _extra_state(self) -> dict[str, Any]:
         self._require_outside()
         return {
             STATE: {
                 "method": type(self).__name__,
                 "steps": self.steps,
+                "begun": self._begun,
+                "finished": self.finished,
                 "masks": {name: pack_bits(mask) for name, mask in self.masks.items()},
                 "tensors": {kind: dict(values) for kind, values in self.tensors().items()},
             }
@@ -295,7 +353,9 @@ class Baseline(Wrapper):
 
         def load() -> None:
             self.steps = int(extra["steps"])
-            self._begun = self._ready = False
+            self._begun = bool(extra.get("begun", False))
+            self._ready = False
+            self.finished = bool(extra.get("finished", False))
             self._set_masks({n: unpack_bits(extra["masks"][n], m) for n, m in self.masks.items()})
             for kind, values in kept.items():
                 for name, value in values.items():

@@ -18,8 +18,7 @@ class DPF(Scheduled):
 
     def update_masks(self) -> None:
         """Selects M by the magnitudes of the dense weights."""
-        past = self.steps - self.schedule.end
-        if self.schedule.is_due(self.steps) or (past > 0 and past % self.schedule.interval == 0):
+        if self.schedule.is_due(self.steps, after_end=True):
             self._set_masks(self.select())
 
     def move_(self) -> None:

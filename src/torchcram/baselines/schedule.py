@@ -42,9 +42,16 @@ class SparsitySchedule:
         left = 1 - (step - self.begin) / (self.end - self.begin)
         return final + (self.initial - final) * left**3
 
-    def is_due(self, step: int) -> bool:
-        """Whether the mask is selected at a step: every `interval` steps, and at the end."""
-        if not self.begin <= step <= self.end:
+    def is_due(self, step: int, *, after_end: bool = False) -> bool:
+        """Whether the mask is selected at a step: every `interval` steps, and at the end.
+
+        Args:
+            step: Number of the step, counted from 0.
+            after_end: Whether selections go on every `interval` steps after the end.
+        """
+        if step > self.end:
+            return after_end and (step - self.end) % self.interval == 0
+        if step < self.begin:
             return False
         return step == self.end or (step - self.begin) % self.interval == 0
 

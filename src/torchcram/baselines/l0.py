@@ -1,0 +1,198 @@
+"""l0 regularization by hard-concrete gates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchcram.baselines.base import STATE, Baseline
+from torchcram.baselines.scores import as_magnitudes, in_layers, set_magnitudes_, shortfall
+from torchcram.weights import apply_masks_
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram.operators import Operator
+    from torchcram.weights import Masks, Weights
+
+BETA = 2 / 3
+"""Temperature of the gates."""
+
+GAMMA, ZETA = -0.1, 1.1
+"""Interval that gates are stretched to, before they are clipped to [0, 1]."""
+
+LARGEST = math.log(100)
+"""Bound of |log a|, within which the sigmoid has a gradient."""
+
+CLOSED = math.log(-GAMMA / ZETA)
+"""Value of log a up to which the gate without noise is closed."""
+
+
+class L0(Baseline):
+    """w~ = z w with random gates z in [0, 1], and a penalty on the number of open ones.
+
+        z        = clip(y (zeta - gamma) + gamma, 0, 1)
+        y        = sigmoid((log u - log(1 - u) + log a) / beta),    u uniform in (0, 1)
+        loss     = L(w~) + penalty mean(P(z > 0))
+        P(z > 0) = sigmoid(log a - beta log(-gamma / zeta))
+
+    Louizos, Welling & Kingma, "Learning sparse neural networks through l0 regularization", ICLR
+    2018. Every weight has a gate of its own, which learns log a; the mean is over all weights, so
+    that the penalty does not depend on the size of the model. The gradient of a gate is about as
+    small as one over the number of weights: adaptive optimizers make up for it, others need a
+    `gate_lr` that does. At the end gates are set to z = clip(sigmoid(log a) (zeta - gamma) + gamma,
+    0, 1), and the Top-K of |z w| remain. If fewer gates are open, log a rises by one amount for
+    all, in each layer where the target is one of each layer.
+
+    Args:
+        model: Model to train.
+        base: Optimizer that takes the steps, also those of the gates.
+        operator: Target, such as "global:0.9".
+        penalty: Factor of the penalty.
+        drop_rate: Rate at which gates are closed in the beginning; log a is drawn around
+            log((1 - drop_rate) / drop_rate), with a standard deviation of 0.01.
+        gate_lr: Learning rate of log a; by default that of the weights.
+        seed: Seed of the random numbers, the same on every rank.
+        weights: Weights to prune; by default all `compressible_weights(model)`.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model is sharded.
+    """
+
+    moves = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        operator: Operator | str,
+        *,
+        penalty: float = 1.0,
+        drop_rate: float = 0.3,
+        gate_lr: float | None = None,
+        seed: int = 0,
+        weights: Weights | None = None,
+    ) -> None:
+        if not penalty >= 0:
+            raise ValueError(f"penalty must be at least 0, got {penalty}")
+        if not 0 < drop_rate < 1:
+            raise ValueError(f"drop_rate must be in (0, 1), got {drop_rate}")
+        if gate_lr is not None and not gate_lr >= 0:
+            raise ValueError(f"gate_lr must be None or at least 0, got {gate_lr}")
+        super().__init__(model, base, operator, weights=weights)
+        self._require_whole()
+        self.penalty = penalty
+        devices = dict.fromkeys(weight.device for weight in self.weights.values())
+        self._generators = {each: torch.Generator(each).manual_seed(seed) for each in devices}
+        self._before_draw: list[Tensor] = []  # states of the generators
+        self._log_a: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            noise = torch.empty_like(
+                weight,
+                dtype=torch.promote_types(weight.dtype, torch.float32),
+                requires_grad=False,
+            )
+            noise.normal_(std=0.01, generator=self._generators[weight.device])
+            self._log_a[name] = noise.add_(math.log((1 - drop_rate) / drop_rate))
+        self._gates = {name: torch.ones_like(log_a) for name, log_a in self._log_a.items()}
+        self._train("gates", self._log_a, lr=gate_lr, weight_decay=0.0)
+
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Returns log a of the gates."""
+        return {"log_a": self._log_a}
+
+    def update_masks(self) -> None:
+        """Draws the gates z of a step; M marks the open ones."""
+        self._before_draw = [generator.get_state() for generator in self._generators.values()]
+        for name, log_a in self._log_a.items():
+            gate = self._gates[name].uniform_(generator=self._generators[log_a.device])
+            gate.logit_().add_(log_a).div_(BETA).sigmoid_()  # y
+            gate.mul_(ZETA - GAMMA).add_(GAMMA).clamp_(0, 1)
+            self.masks[name].copy_(gate > 0)
+
+    def move_(self) -> None:
+        """Moves to w~ = z w."""
+        for name, weight in self.weights.items():
+            weight.mul_(self._gates[name])
+        apply_masks_(self.weights, self.masks)
+
+    def combine_(self) -> None:
+        """Derives the gradients of w and of log a from the gradient at w~, with the penalty."""
+        count = sum(weight.numel() for weight in self.weights.values())
+        for name, log_a in self._log_a.items():
+            opened = (log_a - BETA * CLOSED).sigmoid_()  # P(z > 0)
+            log_a.grad = opened.mul_(1 - opened).mul_(self.penalty / count)
+            weight, gate = self.weights[name], self._gates[name]
+            if weight.grad is None:
+                continue
+            y = (gate - GAMMA) / (ZETA - GAMMA)
+            slope = y * (1 - y) * ((ZETA - GAMMA) / BETA)  # of z where it is not clipped
+            slope.masked_fill_((gate == 0) | (gate == 1), 0)
+            log_a.grad.add_(slope.mul_(weight.grad).mul_(weight))
+            weight.grad.mul_(gate)
+
+    def project_(self) -> None:
+        """Keeps log a within the bounds."""
+        for log_a in self._log_a.values():
+            log_a.clamp_(-LARGEST, LARGEST)
+
+    def final_masks(self) -> Masks:
+        """Returns the masks of the largest |z w|, then of the largest log a among closed gates."""
+        return self.operator.select(as_magnitudes(self.weights, self._final_scores()))
+
+    def final_weights_(self) -> None:
+        """Moves to z w for good, without noise; closed gates of kept weights are opened."""
+        rise = shortfall(self.operator, self.weights, self._final_scores(), self.masks)
+        for name, log_a in self._log_a.items():
+            raised = in_layers(self.weights, name, log_a) + rise[name]
+            weight = self.weights[name]
+            set_magnitudes_(weight, weight.abs() * _gate(raised).flatten(0, 1))
+
+    def _final_scores(self) -> dict[str, Tensor]:
+        """Returns |z w| where the gate without noise is open, how far it is from that elsewhere."""
+        scores = {}
+        for name, log_a in self._log_a.items():
+            magnitude = self.weights[name].detach().abs() * _gate(log_a)
+            scores[name] = torch.where(log_a > CLOSED, magnitude, log_a - CLOSED)
+        return scores
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = super()._extra_state()
+        now = [generator.get_state() for generator in self._generators.values()]
+        # gates that a step has drawn are drawn again
+        state[STATE]["generators"] = self._before_draw if self._begun else now
+        return state
+
+    def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
+        load_rest = super()._read_extra_state(state)
+        if STATE not in state:
+            return load_rest
+        saved = [each.cpu() for each in state[STATE]["generators"]]
+        try:
+            for device, generator_state in zip(self._generators, saved, strict=True):
+                torch.Generator(device).set_state(generator_state)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"the state has random generators of other devices than "
+                f"{', '.join(map(str, self._generators))}"
+            ) from error
+
+        def load() -> None:
+            load_rest()
+            for generator, generator_state in zip(self._generators.values(), saved, strict=True):
+                generator.set_state(generator_state)
+            if self._begun:
+                with torch.no_grad():
+                    self.update_masks()
+
+        return load
+
+
+def _gate(log_a: Tensor) -> Tensor:
+    """Returns the gate without noise."""
+    return log_a.sigmoid().mul_(ZETA - GAMMA).add_(GAMMA).clamp_(0, 1)
