@@ -116,7 +116,7 @@ def test_every_recipe_is_in_order(name):
     assert recipe.task_name == recipe.data.name
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     plain = ("sgd", "sgd-2x", "adamw", "adamw-2x", "transfer")
-    assert (recipe.cram is None) == (recipe.method in plain)
+    assert (recipe.cram is None) == (recipe.method_name in plain)
     if (cram := recipe.cram) is not None:
         weights = parameters_of(recipe)
         assert "conv1.weight" not in weights or not any("nm:" in text for text in cram.operators)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from torchcram.baselines.schedule import Steps
     from torchcram.operators import Operator
     from torchcram.weights import Weights
 
@@ -45,9 +46,9 @@ class ACDC(Baseline):
         base: Optimizer,
         operator: Operator | str,
         *,
-        warmup: int,
-        period: int,
-        end: int,
+        warmup: Steps,
+        period: Steps,
+        end: Steps,
         weights: Weights | None = None,
     ) -> None:
         if warmup < 0 or period < 1:
@@ -58,6 +59,14 @@ class ACDC(Baseline):
             raise ValueError(f"end must be at least warmup, which is {warmup}, got {end}")
         super().__init__(model, base, operator, weights=weights)
         self.warmup, self.period, self.end = warmup, period, end
+
+    def check_length(self, steps: int) -> None:
+        """Raises ValueError if the last compressed phase begins after the training."""
+        if self.end >= steps:
+            raise ValueError(
+                f"the last compressed phase begins at step {self.end}, and the training has only "
+                f"{steps} steps: the end must be at most {steps - 1}"
+            )
 
     def is_compressed(self, step: int) -> bool:
         """Whether a step, counted from 0, is in a compressed phase."""

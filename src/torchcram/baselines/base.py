@@ -192,6 +192,25 @@ class Baseline(Wrapper):
         self.restore()
         self._ready = True
 
+    @contextmanager
+    def pruned(self) -> Iterator[None]:
+        """Replaces the weights by M * w for a `with` block, to test the model as it stands."""
+        self._require_outside()
+        weights = local_weights(self.weights)
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        try:
+            apply_masks_(self.weights, self.masks)
+            self._drop_copies()
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(before[name])
+            self._drop_copies()
+
+    def check_length(self, steps: int) -> None:
+        """Raises ValueError if a training of `steps` steps is too short for the method."""
+
     def restore(self) -> None:
         """Puts w back after a pass at w~ was interrupted; otherwise does nothing."""
         self._undo.unwind()
@@ -253,6 +272,8 @@ class Baseline(Wrapper):
         if isinstance(options["lr"], Tensor):  # a scheduler writes to the tensor of each group
             options["lr"] = options["lr"].clone()
         if lr is not None:
+            # for schedules that set the learning rate of all groups
+            options["lr_ratio"] = lr / float(options["lr"]) if options["lr"] else 1.0
             options["lr"] = lr
         if weight_decay is not None:
             options["weight_decay"] = weight_decay

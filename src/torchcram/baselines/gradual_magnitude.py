@@ -47,6 +47,10 @@ class Scheduled(Baseline):
         at_sparsity(target, 0.0)
         return target
 
+    def check_length(self, steps: int) -> None:
+        """Raises ValueError if the schedule ends after the training."""
+        self.schedule.check_length(steps)
+
     def scores(self) -> Weights:
         """Returns the scores that masks are selected by: the weights, by their magnitude."""
         return local_weights(self.weights)

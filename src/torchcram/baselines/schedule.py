@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from torchcram.operators import Sparsifier
 
 
+Steps = int
+"""Number of steps; a recipe may give it as a number of epochs or a part of the training."""
+
+
 @dataclass(frozen=True)
 class SparsitySchedule:
     """s(t) = s_f + (s_0 - s_f) (1 - (t - begin) / (end - begin))^3, from Zhu & Gupta, 2017.
@@ -18,9 +22,9 @@ class SparsitySchedule:
         initial: Sparsity s_0 at the step `begin`.
     """
 
-    end: int
-    begin: int = 0
-    interval: int = 100
+    end: Steps
+    begin: Steps = 0
+    interval: Steps = 100
     initial: float = 0.0
 
     def __post_init__(self) -> None:

@@ -56,6 +56,8 @@ OPERATORS = (
     ),
 )
 
+CRAM = "adds the gradient at the compressed weights; one training serves all targets"
+
 Row = tuple[str | int | float, ...]
 
 
@@ -67,6 +69,7 @@ class What(str, Enum):
     datasets = "datasets"
     operators = "operators"
     tasks = "tasks"
+    methods = "methods"
 
 
 @app.command("list")
@@ -78,7 +81,7 @@ def list_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the available recipes, models, datasets, operators or tasks."""
+    """List the available recipes, models, datasets, operators, tasks or methods."""
     with errors_in_a_line():
         columns, rows = {
             What.recipes: _recipes,
@@ -86,6 +89,7 @@ def list_(
             What.datasets: _datasets,
             What.operators: _operators,
             What.tasks: _tasks,
+            What.methods: _methods,
         }[what]((text or "").lower())
         if not rows:
             raise ValueError(f"no {what.value} with {text!r} in their names")
@@ -193,3 +197,13 @@ def _print_json(columns: Sequence[str], rows: Sequence[Row]) -> None:
     keys = [column.replace(" ", "_") for column in columns]
     objects = [dict(zip(keys, row, strict=True)) for row in rows]
     typer.echo(json.dumps(objects, indent=2))
+
+
+def _methods(text: str) -> Listing:
+    from torchcram.baselines.registry import METHODS
+
+    rows: list[Row] = [("cram", "section cram", CRAM)]
+    rows += [
+        (name, ", ".join(method.arguments), method.summary) for name, method in METHODS.items()
+    ]
+    return ("method", "arguments", "what it does"), [row for row in rows if text in str(row[0])]

@@ -102,7 +102,7 @@ def plan(
         for recipe in _lengths(load_recipe(source, options.sets), options.epochs)
     ]
     alone = len(loaded) * len(seeds) == 1
-    methods = [recipe.method for _, recipe in loaded]
+    methods = [recipe.method_name for _, recipe in loaded]
     trainings: list[Training] = []
     for source, recipe in loaded:
         for seed in seeds:
@@ -112,7 +112,7 @@ def plan(
                 raise UsageError(f"{recipe.name} with seed {seed} is given twice")
             if options.results is not None:
                 check_results(options.results, recipe, seed)
-            name = recipe.method if methods.count(recipe.method) == 1 else recipe.name
+            name = recipe.method_name if methods.count(recipe.method_name) == 1 else recipe.name
             trainings.append(Training(source, recipe, seed, folder, f"{name} seed {seed}"))
     return trainings
 

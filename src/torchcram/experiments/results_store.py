@@ -186,5 +186,5 @@ def _with_earlier(earlier: Result | None, seed: SeedResult) -> SeedResult:
 
 
 def _earlier(folder: Path, recipe: Recipe) -> Result | None:
-    path = folder / recipe.task_name / recipe.architecture / f"{recipe.method}.json"
+    path = folder / recipe.task_name / recipe.architecture / f"{recipe.method_name}.json"
     return read_result(path) if path.exists() else None

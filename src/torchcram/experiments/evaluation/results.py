@@ -191,7 +191,7 @@ def merge_seed(result: Result | None, recipe: Recipe, seed: SeedResult) -> Resul
     return Result(
         task=recipe.task_name,
         model=recipe.architecture,
-        method=recipe.method,
+        method=recipe.method_name,
         title=recipe.title,
         data=recipe.data.name,
         recipe=plain,

@@ -79,16 +79,33 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer:
-    """Returns the optimizer of a recipe: `CrAM` around the base optimizer, or the base alone.
+def build_optimizer(
+    recipe: Recipe, model: nn.Module, *, seed: int, steps_per_epoch: int | None = None
+) -> Optimizer:
+    """Returns the optimizer of a recipe: `CrAM` or a method around the base optimizer, or this.
 
     Args:
         recipe: Recipe with the sections `optimizer` and `cram`.
         model: Model on the device that it is trained on; on a GPU the base optimizer is fused.
         seed: Seed of the choice of operators.
+        steps_per_epoch: Number of steps in an epoch, which times of a method are converted by.
+
+    Raises:
+        BadValue: If the arguments of a method do not fit the length of the training.
     """
     base = _base(recipe.optimizer, model)
-    cram = recipe.cram
+    cram, method = recipe.cram, recipe.method
+    if method is not None:
+        if steps_per_epoch is None:
+            raise ValueError(f"{method.name} needs the number of steps in an epoch")
+        return method.build(
+            model,
+            base,
+            weights=cram_weights(recipe, model),
+            epochs=recipe.train.epochs,
+            steps_per_epoch=steps_per_epoch,
+            seed=seed,
+        )
     if cram is None:
         return base
     rule = RULES[cram.rule]
@@ -108,11 +125,13 @@ def build_optimizer(recipe: Recipe, model: nn.Module, *, seed: int) -> Optimizer
 
 
 def cram_weights(recipe: Recipe, model: nn.Module) -> Weights:
-    """Returns the weights that CrAM compresses in training; without CrAM, all compressible ones."""
-    cram = recipe.cram
-    if cram is None:
+    """Returns the weights that are compressed in training; in plain training, all that can be."""
+    section = recipe.cram or recipe.method
+    if section is None:
         return compressible_weights(model)
-    return compressible_weights(model, only=cram.only, skip=cram.skip, dense_ends=cram.dense_ends)
+    return compressible_weights(
+        model, only=section.only, skip=section.skip, dense_ends=section.dense_ends
+    )
 
 
 def target_weights(recipe: Recipe, model: nn.Module) -> Weights:

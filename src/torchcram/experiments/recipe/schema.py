@@ -28,6 +28,13 @@ from torchcram.experiments.io.dataclass_io import (
 )
 from torchcram.experiments.models.config import ModelConfig
 from torchcram.experiments.models.text import is_text_model
+from torchcram.experiments.recipe.checks import (
+    read_operator,
+    read_operators,
+    require_arguments,
+    require_torch_name,
+)
+from torchcram.experiments.recipe.methods import MethodConfig
 from torchcram.experiments.recipe.torch_names import (
     OPTIMIZERS as TORCH_OPTIMIZERS,
 )
@@ -304,6 +311,7 @@ class Recipe:
         cram: Arguments of `CrAM`; None takes plain steps of the base optimizer.
         text: Tokenization, for tasks with texts.
         task: Task that is registered by its name; None derives the task from the other sections.
+        method: Method to train with in place of CrAM; the model is then pruned after the training.
     """
 
     name: str
@@ -317,6 +325,7 @@ class Recipe:
     cram: CramConfig | None = None
     text: TextConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     task: TaskConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    method: MethodConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         named = _NAME.fullmatch(self.name) is not None
@@ -327,6 +336,7 @@ class Recipe:
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
         self._check_schedule()
         self._check_shares()
+        self._check_method()
         self._check_task()
 
     def _check_shares(self) -> None:
@@ -339,6 +349,15 @@ class Recipe:
             allowed = f"shares with a sample each in a train.batch_size of {self.train.batch_size}"
             problem = f"is {self.cram.dense_share}, with {self.cram.compressed_share} at w~"
             raise BadValue("cram.dense_share", problem, allowed) from None
+
+    def _check_method(self) -> None:
+        """Refuses a method together with CrAM or with early stopping."""
+        if self.method is None:
+            return
+        require(self.cram is None, "cram", "given", "null, as there is a section method")
+        stops = self.train.early_stopping is not None
+        allowed = f"null, as {self.method.name} has a schedule of its own"
+        require(not stops, "train.early_stopping", "given", allowed)
 
     def _check_schedule(self) -> None:
         """Refuses a scheduler of torch that ends before the training or counts other epochs."""
@@ -392,7 +411,7 @@ class Recipe:
         return self.name.split("/")[1]
 
     @property
-    def method(self) -> str:
+    def method_name(self) -> str:
         """Last part of the name: how it is trained."""
         return self.name.split("/")[2]
 
@@ -413,7 +432,18 @@ class Recipe:
             ValueError: If a key or a value is not allowed; the message names `where`, the key, what
                 was given and what is allowed.
         """
-        return build(cls, data, where)
+        return build(cls, _cram_as_section(data), where)
+
+
+def _cram_as_section(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Turns `method: {name: cram, args: ...}` into the section `cram`."""
+    method = data.get("method")
+    if not isinstance(method, Mapping) or method.get("name") != "cram" or "cram" in data:
+        return data
+    if set(method) - {"name", "args"}:
+        return data
+    others = {key: value for key, value in data.items() if key != "method"}
+    return {**others, "cram": method.get("args", {})}
 
 
 def training_passes(recipe: Mapping[str, Any], epochs: float) -> float:
@@ -441,60 +471,3 @@ def training_passes(recipe: Mapping[str, Any], epochs: float) -> float:
     plain_steps = cram.get("base_step_probability", CramConfig.base_step_probability)
     per_epoch: float = cram.get("dense_share", CramConfig.dense_share) + (1 - plain_steps) * further
     return epochs * per_epoch
-
-
-def read_operators(
-    key: str, texts: tuple[str, ...], read: Callable[[str], Operator] = parse_operator
-) -> list[Operator]:
-    """Returns the operators of a list, as `read_operator` does."""
-    return [read_operator(f"{key}[{index}]", text, read) for index, text in enumerate(texts)]
-
-
-def read_operator(
-    key: str, text: str, read: Callable[[str], Operator] = parse_operator
-) -> Operator:
-    """Returns the operator that a text stands for.
-
-    Args:
-        key: Key of the text, for the message.
-        text: Text of the operator.
-        read: Function that parses it; `parse_pruner` allows pruners too.
-
-    Raises:
-        BadValue: If the text is not an operator; it names what is allowed.
-    """
-    try:
-        return read(text)
-    except ValueError as error:
-        problem = str(error).partition("; allowed: ")[0]
-        also = f"; {pruner_syntax()}" if read is parse_pruner else ""
-        raise BadValue(key, f"is no {problem}", operator_syntax() + also) from None
-
-
-def require_torch_name(
-    key: str, value: str, ours: Sequence[str], theirs: Mapping[str, type]
-) -> None:
-    """Raises `BadValue` unless a value is a name of ours or of a class of torch."""
-    if value in ours or value in theirs:
-        return
-    meant = did_you_mean(value, ours)
-    alike = [name for name in theirs if name.lower() == value.lower()]
-    if alike and not meant:
-        meant = f" (did you mean {alike[0]!r}?)"
-    allowed = f"{', '.join(ours)}, or of torch: {', '.join(theirs)}"
-    raise BadValue(key, f"is {shown(value)}{meant}", allowed)
-
-
-@contextmanager
-def require_arguments(key: str, args: Mapping[str, Any], allowed: Iterable[str]) -> Iterator[None]:
-    """Raises `BadValue` unless the names of arguments are allowed and the block accepts them."""
-    require_plain(key, args)
-    names = list(allowed)
-    for name in args:
-        if name not in names:
-            problem = f"is no known argument{did_you_mean(name, names)}"
-            raise BadValue(f"{key}.{name}", problem, ", ".join(names) or "none")
-    try:
-        yield
-    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise BadValue(key, f"is {shown(args)}: {error}", ", ".join(names)) from None

@@ -54,9 +54,13 @@ def lr_at(
 
 
 def set_lr_(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of every parameter group; a tensor is filled in place."""
+    """Sets the learning rate of every parameter group; a tensor is filled in place.
+
+    A group that a method adds, of gates or scores, keeps its ratio to the others ("lr_ratio").
+    """
     for group in optimizer.param_groups:
+        rate = lr * group.get("lr_ratio", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # captured graphs read it from this memory
+            group["lr"].fill_(rate)  # captured graphs read it from this memory
         else:
-            group["lr"] = lr
+            group["lr"] = rate

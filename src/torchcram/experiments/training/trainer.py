@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchcram import hold_masks
+from torchcram.baselines import Baseline
 from torchcram.batches import split_rows
 from torchcram.experiments.evaluation.compressed_models import (
     compressed_models,
@@ -273,7 +274,8 @@ class Trainer:
                     self.save_checkpoint()
                     policy.note_checkpoint()
                 epochs.report(record.epoch, record)
-        score = policy.finish(epochs)
+        self._finish_method()
+        score = policy.finish(epochs) if self.recipe.method is None else epochs.score()
         if self.ranks.is_first:
             save_model(self.model, self.folder / MODEL)
             finished = Finished(
@@ -350,7 +352,28 @@ class Trainer:
             )
         model = to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
-        self.optimizer = build_optimizer(recipe, self.model, seed=info.seed)
+        self.optimizer = build_optimizer(
+            recipe, self.model, seed=info.seed, steps_per_epoch=self._steps_per_epoch()
+        )
+
+    def _steps_per_epoch(self) -> int | None:
+        """Returns the number of steps in an epoch, which only methods need to know beforehand."""
+        if self.recipe.method is None:
+            return None
+        batches = build_batches(
+            self.recipe,
+            self.data,
+            train=True,
+            device=self.device,
+            seed=self.info.seed,
+            ranks=self.ranks,
+        )
+        return len(batches)
+
+    def _finish_method(self) -> None:
+        """Prunes the model to exactly the target of its method, if it has one."""
+        if isinstance(self.optimizer, Baseline):
+            self.optimizer.finish()
 
     def _load_state(self, epoch: int, state: dict[str, Any]) -> str | None:
         """Loads the state of a checkpoint; returns the problem if it does not fit."""
@@ -411,7 +434,7 @@ class _Epochs:
             loss=task.loss,
             shares=_shares(recipe, ranks.shard.rows(batch_size)),
         )
-        operators = recipe.cram.operators if recipe.cram is not None else ()
+        operators = _operators(recipe)
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
@@ -454,15 +477,17 @@ class _Epochs:
         )
 
     def score(self) -> Score:
-        """Returns the score of the model on the test split."""
-        return score_model(
-            self._model,
-            self._recipe,
-            self._data,
-            self._test,
-            device=self._device,
-            ranks=self._ranks,
-        )
+        """Returns the score on the test split, of the model that a method would leave."""
+        optimizer = self._optimizer
+        with optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext():
+            return score_model(
+                self._model,
+                self._recipe,
+                self._data,
+                self._test,
+                device=self._device,
+                ranks=self._ranks,
+            )
 
     def report(self, done: float, record: EpochRecord | None = None) -> None:
         """Calls progress; within an epoch at most every `OFTEN` seconds."""
@@ -684,6 +709,13 @@ def _shares(recipe: Recipe, rows: int) -> Shares:
     shares = WHOLE_BATCH if recipe.cram is None else recipe.cram.shares
     split_rows(rows, *shares)
     return shares
+
+
+def _operators(recipe: Recipe) -> tuple[str, ...]:
+    """Returns the operators that a training is for; none in plain training."""
+    if recipe.method is not None:
+        return (recipe.method.target,)
+    return recipe.cram.operators if recipe.cram is not None else ()
 
 
 def _best(values: list[float]) -> int:
