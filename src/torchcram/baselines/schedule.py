@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from torchcram.operators import Sparsifier
 
-
 Steps = int
 """Number of steps; a recipe may give it as a number of epochs or a part of the training."""
 

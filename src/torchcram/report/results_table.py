@@ -21,6 +21,8 @@ def result_table(result: Result) -> Table:
     over, tuned = summary.repeated(result), summary.tuned(result)
     name = f"{result.task}/{result.model}/{result.method}"
     how = "fine-tuned" if FINETUNE in result.method else "compressed in one shot"
+    if (target := summary.trained_for(result)) is not None and FINETUNE not in result.method:
+        how = f"trained for {target}"
     # as Text, for which brackets are no markup
     table = Table(
         title=Text(f"{name}: test {result.metric} in % on {result.data}, {how}"),
@@ -40,7 +42,8 @@ def result_table(result: Result) -> Table:
     blank = [""] * (len(scores) - 1)
     dense_others = [_mean_of(name, [seed.others for seed in result.seeds]) for name in others]
     dense = str(summary.dense(result))
-    table.add_row("dense", "", "", dense, *blank, "", *dense_others, end_section=True)
+    form = "dense" if summary.trained_for(result) is None else "as trained"
+    table.add_row(form, "", "", dense, *blank, "", *dense_others, end_section=True)
     for operator, row in summary.summaries(result).items():
         own = [target for target in targets if target.operator == operator]
         table.add_row(

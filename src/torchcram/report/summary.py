@@ -82,6 +82,30 @@ def dense(result: Result) -> MeanStd:
     return spread([seed.dense for seed in result.seeds])
 
 
+def trained_for(result: Result) -> str | None:
+    """Returns the target that a method trained a sparse model for; None for dense models."""
+    method = result.recipe.get("method")
+    return str(method["target"]) if isinstance(method, Mapping) and "target" in method else None
+
+
+def title(result: Result) -> str:
+    """Returns the title of a result; "DPF, trained for 90 %" for a model trained sparse."""
+    target = trained_for(result)
+    return result.title if target is None else f"{result.title}, trained for {_in_words(target)}"
+
+
+def _in_words(target: str) -> str:
+    """Returns "90 %" for an operator with a sparsity, and "2:4" for a pattern."""
+    kind, _, rest = target.partition(":")
+    if kind == "nm":
+        return rest
+    try:
+        level = getattr(parse_operator(target), "sparsity", None)
+    except ValueError:
+        return target
+    return f"{number(100 * level)} %" if isinstance(level, float) else target
+
+
 def summaries(result: Result) -> dict[str, TargetSummary]:
     """Returns all targets of a result by their operators, in the order of `sort_operators`."""
     measured: dict[str, list[tuple[float, TargetResult]]] = {}

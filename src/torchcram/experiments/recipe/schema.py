@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchcram import Operator, parse_operator
 from torchcram.batches import split_rows
 from torchcram.experiments.data.config import DataConfig, TextConfig
 from torchcram.experiments.io.dataclass_io import (
     UNLESS_DEFAULT,
     BadValue,
     build,
-    did_you_mean,
     plain,
     require,
     require_one_of,
     require_pattern,
-    require_plain,
     shown,
 )
 from torchcram.experiments.models.config import ModelConfig
@@ -46,10 +42,8 @@ from torchcram.experiments.recipe.torch_names import (
     make_optimizer,
 )
 from torchcram.experiments.tasks import Task, TaskConfig, build_task
-from torchcram.operators.parse import operator_syntax
 from torchcram.optim.rules import RULES
 from torchcram.pruners import parse_pruner
-from torchcram.pruners.parse import pruner_syntax
 
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("sgd", "adamw")
@@ -432,16 +426,19 @@ class Recipe:
             ValueError: If a key or a value is not allowed; the message names `where`, the key, what
                 was given and what is allowed.
         """
-        return build(cls, _cram_as_section(data), where)
+        try:
+            return build(cls, _cram_as_section(data), where)
+        except BadValue as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def _cram_as_section(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turns `method: {name: cram, args: ...}` into the section `cram`."""
     method = data.get("method")
-    if not isinstance(method, Mapping) or method.get("name") != "cram" or "cram" in data:
+    if not isinstance(method, Mapping) or method.get("name") != "cram":
         return data
-    if set(method) - {"name", "args"}:
-        return data
+    if data.get("cram") is not None or set(method) - {"name", "args"}:
+        raise BadValue("method", "is cram", "args alone beside the name, and no section cram")
     others = {key: value for key, value in data.items() if key != "method"}
     return {**others, "cram": method.get("args", {})}
 

@@ -1,0 +1,138 @@
+"""Section `method` of a recipe, and trainings with every method."""
+
+from dataclasses import replace
+
+import pytest
+from result_samples import result, seed
+from runs import CPU, Stop, digits, recipe, run, stop_after, weights
+
+from torchcram import compressible_weights, sparsity
+from torchcram.baselines.registry import METHODS
+from torchcram.experiments.evaluation.compressed_models import score_model
+from torchcram.experiments.recipe import Recipe
+from torchcram.experiments.recipe.build import build_batches
+from torchcram.experiments.recipe.methods import read_time
+from torchcram.report.markdown_tables import markdown_table
+
+ARGS = {
+    "gradual-magnitude": {"begin": "1 epoch", "end": "75 %", "interval": 2},
+    "dpf": {"end": "2 epochs", "interval": 2},
+    "acdc": {"warmup": "1 epoch", "period": 2, "end": "80 %"},
+    "sr-ste": {"decay": 0.001},
+}
+
+
+def plain(**sections):
+    return {**recipe(method="sgd").to_dict(), **sections}
+
+
+def with_method(name="dpf", target="global:0.9", **args):
+    section = {"name": name, "target": target, "args": args or ARGS[name]}
+    return Recipe.from_dict(plain(method=section))
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digits()
+
+
+def test_every_method_is_tested():
+    assert ARGS.keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_training_ends_at_exactly_the_target_wherever_it_was_stopped(name, tmp_path, data):
+    given = with_method(name, "uniform:0.7")
+    trained = run(tmp_path / "whole", given, data)
+    found = compressible_weights(trained.model)
+    kept = sum(weight.numel() - round(0.7 * weight.numel()) for weight in found.values())
+    total = sum(weight.numel() for weight in found.values())
+    assert sparsity(found) == pytest.approx(1 - kept / total)
+    for steps in (3, 8, 14):
+        folder = tmp_path / f"stopped after {steps}"
+        with pytest.raises(Stop):
+            run(folder, given, data, make_step=stop_after(steps))
+        run(folder, given, data)
+        assert weights(folder) == weights(tmp_path / "whole")
+
+
+def test_the_score_is_that_of_the_pruned_model(tmp_path, data):
+    given = with_method()
+    trained = run(tmp_path, given, data)
+    batches = build_batches(given, data, train=False, device=CPU, seed=0)
+    score = score_model(trained.model, given, data, batches, device=CPU)
+    assert trained.finished.accuracy == score.value
+
+
+def test_cram_is_a_method_too():
+    section = recipe().to_dict()["cram"]
+    by_section = Recipe.from_dict(plain(cram=section))
+    by_method = Recipe.from_dict(plain(method={"name": "cram", "args": section}))
+    assert by_method == by_section
+    assert by_method.cram == recipe().cram
+    with pytest.raises(ValueError, match="recipe: method is cram; allowed: args alone"):
+        Recipe.from_dict(plain(method={"name": "cram", "args": section}, cram=section))
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        (7, 7),
+        (0, 0),
+        ("2 epochs", 40),
+        ("1 epoch", 20),
+        ("1.5epochs", 30),
+        ("75 %", 75),
+        ("10%", 10),
+    ],
+)
+def test_times_are_steps_epochs_or_a_part(value, steps):
+    assert read_time("end", value, epochs=5, steps_per_epoch=20) == steps
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "soon", "5", "-3 epochs", None, True])
+def test_other_times_are_refused(value):
+    with pytest.raises(ValueError, match="30 epochs"):
+        with_method(end=value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"method": {"name": "dfp", "target": "global:0.9"}}, "did you mean 'dpf'"),
+        ({"method": {"name": "dpf", "target": "int4"}}, "prunes to one target"),
+        ({"method": {"name": "dpf", "target": "nm:2:4"}}, "no single sparsity"),
+        ({"method": {"name": "dpf", "target": "global:0.9"}}, "args.end is missing"),
+        (
+            {"method": {"name": "dpf", "target": "global:0.9", "args": {"end": 5, "stop": 3}}},
+            "args.stop is no known argument",
+        ),
+        (
+            {
+                "method": {"name": "dpf", "target": "global:0.9", "args": {"end": 5}},
+                "cram": {"operators": ["global:0.5"]},
+            },
+            "null, as there is a section method",
+        ),
+    ],
+)
+def test_sections_that_make_no_sense_are_refused(sections, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict(plain(**sections))
+
+
+@pytest.mark.parametrize("name", ["dpf", "acdc"])
+def test_a_schedule_that_ends_after_the_training_is_refused_before_it(name, tmp_path, data):
+    given = with_method(name, **{**ARGS[name], "end": "3 epochs"})
+    with pytest.raises(ValueError, match=r"method.args .* 15 steps: the end must be at most 14"):
+        run(tmp_path, given, data)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_tables_show_a_sparse_model_in_the_column_of_its_target():
+    method = {"name": "dpf", "target": "global:0.9"}
+    scores = {"global:0.9": 0.91, "nm:2:4": 0.5}
+    sample = result("dpf-k90", [seed(0, 0.9, scores)], title="DPF", cram=None)
+    sample = replace(sample, recipe={**sample.recipe, "method": method})
+    row = markdown_table([sample], "cifar/net").splitlines()[2]
+    assert row.startswith("| DPF, trained for 90 % |  | 90.00 | 50.00 (-40.00) | 1 | 20 | 20 |")
