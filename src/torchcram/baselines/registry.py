@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchcram.baselines.acdc import ACDC
 from torchcram.baselines.base import Baseline
@@ -12,6 +13,12 @@ from torchcram.baselines.dpf import DPF
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
 from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.sr_ste import SRSTE
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from torchcram.weights import Weights
 
 _SCHEDULE = {field.name: field for field in fields(SparsitySchedule)}
 
@@ -46,22 +53,34 @@ class Method:
         own = [name for name, value in self._own.items() if value.default is value.empty]
         return [*own, *(["end"] if self._has_schedule else ())]
 
-    def build(self, *args: Any, arguments: dict[str, Any], **fixed: Any) -> Baseline:  # noqa: ANN401
+    def build(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        target: str,
+        *,
+        arguments: dict[str, Any],
+        weights: Weights | None = None,
+        seed: int = 0,
+    ) -> Baseline:
         """Returns the optimizer.
 
         Args:
-            *args: Model, base optimizer and target.
+            model: Model to train.
+            base: Optimizer that takes the steps.
+            target: Operator as text.
             arguments: Arguments by the names of `arguments`, times as numbers of steps.
-            **fixed: Further keyword arguments of the class.
+            weights: Weights to prune; by default all `compressible_weights(model)`.
+            seed: Seed of methods that draw random numbers.
         """
         own = {name: value for name, value in arguments.items() if name in self._own}
         if self._has_schedule:
-            own["schedule"] = SparsitySchedule(
-                **{name: value for name, value in arguments.items() if name in _SCHEDULE}
-            )
-        if "seed" not in inspect.signature(self.kind).parameters:
-            fixed.pop("seed", None)
-        return self.kind(*args, **own, **fixed)
+            scheduled = {name: value for name, value in arguments.items() if name in _SCHEDULE}
+            own["schedule"] = SparsitySchedule(**scheduled)
+        if "seed" in inspect.signature(self.kind).parameters:
+            own["seed"] = seed
+        make: Callable[..., Baseline] = self.kind
+        return make(model, base, target, weights=weights, **own)
 
     @property
     def _has_schedule(self) -> bool:

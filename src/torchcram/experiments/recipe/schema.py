@@ -434,7 +434,7 @@ class Recipe:
 
 def _cram_as_section(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turns `method: {name: cram, args: ...}` into the section `cram`."""
-    method = data.get("method")
+    method = data.get("method") if isinstance(data, Mapping) else None
     if not isinstance(method, Mapping) or method.get("name") != "cram":
         return data
     if data.get("cram") is not None or set(method) - {"name", "args"}:
