@@ -487,7 +487,7 @@ def test_a_family_that_extends_itself_is_refused(write):
         load_recipe(f"{path}:a")
 
 
-KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text, task"
+KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text, task, method"
 
 
 @pytest.mark.parametrize(
