@@ -4,7 +4,15 @@ import pytest
 import torch
 from problems import adamw, batches, build, loss_on, sgd, top_k, train, weights_of
 
-from torchcram.baselines import ACDC, DPF, SRSTE, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    SFW,
+    SRSTE,
+    CompressionAwareSFW,
+    GradualMagnitude,
+    SparsitySchedule,
+)
 from torchcram.operators import NM
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=2, initial=0.2)
@@ -90,6 +98,45 @@ def sr_ste(model, base, data):
         base.step()
 
 
+def frank_wolfe(model, base, data, *, averages, vertex, fraction, tau, rate):
+    weights = weights_of(model)
+    radii = {name: tau * weight.detach().norm() for name, weight in weights.items()}
+    momenta = {}
+    base.param_groups[0]["params"] = [p for p in model.parameters() if p.dim() == 1]
+    for step, batch in enumerate(data):
+        model.zero_grad()
+        loss_on(model, batch).backward()
+        base.step()
+        for name, weight in weights.items():
+            g = weight.grad
+            m = 0.8 * momenta[name] + (0.2 if averages else 1) * g if step else g
+            momenta[name] = m
+            count = int(fraction * m.numel())
+            v = torch.zeros_like(m).flatten()
+            chosen = m.flatten().abs().topk(count).indices
+            v[chosen] = -radii[name] * vertex(m.flatten()[chosen])
+            away = v.view_as(m) - weight.detach()
+            eta = min(rate * base.defaults["lr"] * m.norm() / away.norm(), 1)
+            with torch.no_grad():
+                weight += eta * away
+
+
+def sfw(model, base, data):
+    def vertex(largest):
+        return largest.sign() / len(largest) ** 0.5
+
+    options = {"averages": True, "fraction": 0.1, "tau": 5, "rate": 10}
+    frank_wolfe(model, base, data, vertex=vertex, **options)
+
+
+def compression_aware_sfw(model, base, data):
+    def vertex(largest):
+        return largest / largest.norm()
+
+    options = {"averages": False, "fraction": 0.3, "tau": 0.5, "rate": 60}  # clipped at times
+    frank_wolfe(model, base, data, vertex=vertex, **options)
+
+
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
@@ -99,6 +146,18 @@ CASES = {
     "AC/DC": (
         acdc,
         lambda model, base: ACDC(model, base, "global:0.75", warmup=3, period=2, end=9),
+    ),
+    "SFW": (
+        sfw,
+        lambda model, base: SFW(
+            model, base, "global:0.75", fraction=0.1, radius=5, momentum=0.8, lr_scale=10
+        ),
+    ),
+    "compression-aware SFW": (
+        compression_aware_sfw,
+        lambda model, base: CompressionAwareSFW(
+            model, base, "global:0.75", fraction=0.3, radius=0.5, momentum=0.8, lr_scale=60
+        ),
     ),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),
 }

@@ -8,7 +8,15 @@ import torch
 from problems import BATCHES, adamw, batches, build, loss_on, sgd, train
 
 from torchcram import compressible_weights, hold_masks, sparsity
-from torchcram.baselines import ACDC, DPF, SRSTE, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    SFW,
+    SRSTE,
+    CompressionAwareSFW,
+    GradualMagnitude,
+    SparsitySchedule,
+)
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=3)
 METHODS = {
@@ -18,6 +26,10 @@ METHODS = {
     "DPF": lambda model, base, target="global:0.9": DPF(model, base, target, schedule=SCHEDULE),
     "AC/DC": lambda model, base, target="global:0.9": ACDC(
         model, base, target, warmup=3, period=2, end=9
+    ),
+    "SFW": lambda model, base, target="global:0.9": SFW(model, base, target),
+    "compression-aware SFW": lambda model, base, target="global:0.9": CompressionAwareSFW(
+        model, base, target
     ),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
 }

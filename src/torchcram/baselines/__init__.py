@@ -3,8 +3,18 @@
 from torchcram.baselines.acdc import ACDC
 from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
+from torchcram.baselines.frank_wolfe import SFW, CompressionAwareSFW
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
 from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.sr_ste import SRSTE
 
-__all__ = ["ACDC", "DPF", "SRSTE", "Baseline", "GradualMagnitude", "SparsitySchedule"]
+__all__ = [
+    "ACDC",
+    "DPF",
+    "SFW",
+    "SRSTE",
+    "Baseline",
+    "CompressionAwareSFW",
+    "GradualMagnitude",
+    "SparsitySchedule",
+]
