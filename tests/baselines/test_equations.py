@@ -11,6 +11,7 @@ from torchcram.baselines import (
     SRSTE,
     CompressionAwareSFW,
     GradualMagnitude,
+    LotteryTickets,
     SparsitySchedule,
 )
 from torchcram.operators import NM
@@ -137,6 +138,28 @@ def compression_aware_sfw(model, base, data):
     frank_wolfe(model, base, data, vertex=vertex, **options)
 
 
+def lottery_tickets(model, base, data):
+    weights, masks = weights_of(model), None
+    data, early = iter(data), {}
+    for number, sparsity in enumerate((0, 0.5, 0.75)):
+        if number:
+            masks = top_k(magnitudes(weights), sparsity)
+            model.load_state_dict(early)
+            masked(weights, masks)
+            base.state.clear()
+        for step in range(3 if number else 0, 6):
+            if step == 3 and not number:
+                early = {name: value.clone() for name, value in model.state_dict().items()}
+            base.zero_grad()
+            loss_on(model, next(data)).backward()
+            for name, weight in weights.items() if masks else ():
+                weight.grad *= masks[name]
+            base.step()
+            if masks:
+                masked(weights, masks)
+    assert next(data, None) is None
+
+
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
@@ -157,6 +180,12 @@ CASES = {
         compression_aware_sfw,
         lambda model, base: CompressionAwareSFW(
             model, base, "global:0.75", fraction=0.3, radius=0.5, momentum=0.8, lr_scale=60
+        ),
+    ),
+    "lottery tickets": (
+        lottery_tickets,
+        lambda model, base: LotteryTickets(
+            model, base, "global:0.75", round_steps=6, rewind_step=3, rounds=3
         ),
     ),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),

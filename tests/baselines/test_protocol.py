@@ -15,6 +15,7 @@ from torchcram.baselines import (
     SRSTE,
     CompressionAwareSFW,
     GradualMagnitude,
+    LotteryTickets,
     SparsitySchedule,
 )
 
@@ -30,6 +31,9 @@ METHODS = {
     "SFW": lambda model, base, target="global:0.9": SFW(model, base, target),
     "compression-aware SFW": lambda model, base, target="global:0.9": CompressionAwareSFW(
         model, base, target
+    ),
+    "lottery tickets": lambda model, base, target="global:0.9": LotteryTickets(
+        model, base, target, round_steps=6, rewind_step=3, rounds=3
     ),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
 }
@@ -163,7 +167,7 @@ def test_targets_that_cannot_be_reached_are_refused(method):
             method(model, sgd(model), target)
 
 
-@pytest.mark.parametrize("name", ["gradual magnitude", "DPF"])
+@pytest.mark.parametrize("name", ["gradual magnitude", "DPF", "lottery tickets"])
 def test_a_schedule_needs_a_sparsity(name):
     model = build()
     with pytest.raises(ValueError, match="nm:2:4 has no single sparsity that could grow"):
