@@ -11,6 +11,7 @@ from torchcram.baselines import (
     SRSTE,
     CompressionAwareSFW,
     GradualMagnitude,
+    GradualObs,
     LotteryTickets,
     SparsitySchedule,
 )
@@ -160,10 +161,57 @@ def lottery_tickets(model, base, data):
     assert next(data, None) is None
 
 
+def without(w, inverse, mask):
+    """Drops weights of one block; the others are corrected by the equation of the surgeon."""
+    q = ~mask
+    corrected = w - inverse[:, q] @ torch.linalg.solve(inverse[q][:, q], w[q])
+    return corrected * mask
+
+
+def gradual_obs(model, base, data):
+    weights, masks, seen = weights_of(model), None, []
+    for step, batch in enumerate(data):
+        if step in (2, 5, 8):
+            blocks, scores = {}, {}
+            for name, weight in weights.items():
+                g = torch.stack([each[name] for each in seen[-2:]]).double().view(2, -1, 16)
+                fisher = torch.einsum("mni,mnj->nij", g, g) / 2 + 1e-2 * torch.eye(16)
+                blocks[name] = torch.linalg.inv(fisher)
+                costs = weight.detach().double().view(-1, 16) ** 2
+                costs = costs / (2 * blocks[name].diagonal(dim1=1, dim2=2))
+                scores[name] = costs.view_as(weight)
+            masks = top_k(scores, cubic(step))
+            for name, weight in weights.items():
+                pairs = zip(weight.detach().double().view(-1, 16), blocks[name], strict=True)
+                rows = masks[name].view(-1, 16)
+                new = [without(w, f, mask) for (w, f), mask in zip(pairs, rows, strict=True)]
+                weight.data.copy_(torch.stack(new).view_as(weight))
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        for name, weight in weights.items() if masks else ():
+            weight.grad *= masks[name]
+        seen.append({name: weight.grad.clone() for name, weight in weights.items()})
+        base.step()
+        if masks:
+            masked(weights, masks)
+
+
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
         lambda model, base: GradualMagnitude(model, base, "global:0.75", schedule=SCHEDULE),
+    ),
+    "gradual OBS": (
+        gradual_obs,
+        lambda model, base: GradualObs(
+            model,
+            base,
+            "global:0.75",
+            schedule=SparsitySchedule(begin=2, end=8, interval=3, initial=0.2),
+            gradients=2,
+            block=16,
+            damping=1e-2,
+        ),
     ),
     "DPF": (dpf, lambda model, base: DPF(model, base, "global:0.75", schedule=SCHEDULE)),
     "AC/DC": (

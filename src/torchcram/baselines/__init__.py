@@ -5,6 +5,7 @@ from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
 from torchcram.baselines.frank_wolfe import SFW, CompressionAwareSFW
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
+from torchcram.baselines.gradual_obs import GradualObs
 from torchcram.baselines.lottery import LotteryTickets
 from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.sr_ste import SRSTE
@@ -17,6 +18,7 @@ __all__ = [
     "Baseline",
     "CompressionAwareSFW",
     "GradualMagnitude",
+    "GradualObs",
     "LotteryTickets",
     "SparsitySchedule",
 ]
