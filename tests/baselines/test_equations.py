@@ -9,6 +9,17 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    SFW,
+    SRSTE,
+    CompressionAwareSFW,
+    GradualMagnitude,
+    GradualObs,
+    LotteryTickets,
+    SparsitySchedule,
+)
 from torchcram.operators import NM
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=2, initial=0.2)
@@ -121,12 +132,118 @@ def l0(model, base, data):
         loss = cross_entropy(functional_call(model, moved, (inputs,)), labels)
         (loss + 30 * torch.cat(opened).mean()).backward()
         base.step()
+def frank_wolfe(model, base, data, *, averages, vertex, fraction, tau, rate):
+    weights = weights_of(model)
+    radii = {name: tau * weight.detach().norm() for name, weight in weights.items()}
+    momenta = {}
+    base.param_groups[0]["params"] = [p for p in model.parameters() if p.dim() == 1]
+    for step, batch in enumerate(data):
+        model.zero_grad()
+        loss_on(model, batch).backward()
+        base.step()
+        for name, weight in weights.items():
+            g = weight.grad
+            m = 0.8 * momenta[name] + (0.2 if averages else 1) * g if step else g
+            momenta[name] = m
+            count = int(fraction * m.numel())
+            v = torch.zeros_like(m).flatten()
+            chosen = m.flatten().abs().topk(count).indices
+            v[chosen] = -radii[name] * vertex(m.flatten()[chosen])
+            away = v.view_as(m) - weight.detach()
+            eta = min(rate * base.defaults["lr"] * m.norm() / away.norm(), 1)
+            with torch.no_grad():
+                weight += eta * away
+
+
+def sfw(model, base, data):
+    def vertex(largest):
+        return largest.sign() / len(largest) ** 0.5
+
+    options = {"averages": True, "fraction": 0.1, "tau": 5, "rate": 10}
+    frank_wolfe(model, base, data, vertex=vertex, **options)
+
+
+def compression_aware_sfw(model, base, data):
+    def vertex(largest):
+        return largest / largest.norm()
+
+    options = {"averages": False, "fraction": 0.3, "tau": 0.5, "rate": 60}  # clipped at times
+    frank_wolfe(model, base, data, vertex=vertex, **options)
+
+
+def lottery_tickets(model, base, data):
+    weights, masks = weights_of(model), None
+    data, early = iter(data), {}
+    for number, sparsity in enumerate((0, 0.5, 0.75)):
+        if number:
+            masks = top_k(magnitudes(weights), sparsity)
+            model.load_state_dict(early)
+            masked(weights, masks)
+            base.state.clear()
+        for step in range(3 if number else 0, 6):
+            if step == 3 and not number:
+                early = {name: value.clone() for name, value in model.state_dict().items()}
+            base.zero_grad()
+            loss_on(model, next(data)).backward()
+            for name, weight in weights.items() if masks else ():
+                weight.grad *= masks[name]
+            base.step()
+            if masks:
+                masked(weights, masks)
+    assert next(data, None) is None
+
+
+def without(w, inverse, mask):
+    """Drops weights of one block; the others are corrected by the equation of the surgeon."""
+    q = ~mask
+    corrected = w - inverse[:, q] @ torch.linalg.solve(inverse[q][:, q], w[q])
+    return corrected * mask
+
+
+def gradual_obs(model, base, data):
+    weights, masks, seen = weights_of(model), None, []
+    for step, batch in enumerate(data):
+        if step in (2, 5, 8):
+            blocks, scores = {}, {}
+            for name, weight in weights.items():
+                g = torch.stack([each[name] for each in seen[-2:]]).double().view(2, -1, 16)
+                fisher = torch.einsum("mni,mnj->nij", g, g) / 2 + 1e-2 * torch.eye(16)
+                blocks[name] = torch.linalg.inv(fisher)
+                costs = weight.detach().double().view(-1, 16) ** 2
+                costs = costs / (2 * blocks[name].diagonal(dim1=1, dim2=2))
+                scores[name] = costs.view_as(weight)
+            masks = top_k(scores, cubic(step))
+            for name, weight in weights.items():
+                pairs = zip(weight.detach().double().view(-1, 16), blocks[name], strict=True)
+                rows = masks[name].view(-1, 16)
+                new = [without(w, f, mask) for (w, f), mask in zip(pairs, rows, strict=True)]
+                weight.data.copy_(torch.stack(new).view_as(weight))
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        for name, weight in weights.items() if masks else ():
+            weight.grad *= masks[name]
+        seen.append({name: weight.grad.clone() for name, weight in weights.items()})
+        base.step()
+        if masks:
+            masked(weights, masks)
 
 
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
         lambda model, base: GradualMagnitude(model, base, "global:0.75", schedule=SCHEDULE),
+    ),
+    "gradual OBS": (
+        gradual_obs,
+        lambda model, base: GradualObs(
+            model,
+            base,
+            "global:0.75",
+            schedule=SparsitySchedule(begin=2, end=8, interval=3, initial=0.2),
+            gradients=2,
+            block=16,
+            damping=1e-2,
+        ),
     ),
     "DPF": (dpf, lambda model, base: DPF(model, base, "global:0.75", schedule=SCHEDULE)),
     "AC/DC": (
@@ -138,6 +255,22 @@ CASES = {
         l0,
         lambda model, base: L0(
             model, base, "global:0.75", penalty=30, drop_rate=1 / (1 + math.exp(1.5)), seed=7
+    "SFW": (
+        sfw,
+        lambda model, base: SFW(
+            model, base, "global:0.75", fraction=0.1, radius=5, momentum=0.8, lr_scale=10
+        ),
+    ),
+    "compression-aware SFW": (
+        compression_aware_sfw,
+        lambda model, base: CompressionAwareSFW(
+            model, base, "global:0.75", fraction=0.3, radius=0.5, momentum=0.8, lr_scale=60
+        ),
+    ),
+    "lottery tickets": (
+        lottery_tickets,
+        lambda model, base: LotteryTickets(
+            model, base, "global:0.75", round_steps=6, rewind_step=3, rounds=3
         ),
     ),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),

@@ -159,3 +159,30 @@ def test_memory_is_weights_times_block_and_a_chunk():
     fisher.add({"w": torch.ones(1000)})
     fisher.finish()
     assert not fisher._held
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("cut", [0, 1, 4, 6])
+def test_a_state_continues_bit_for_bit(chunk, cut):
+    gradients = correlated(9, 24, seed=2)
+    whole, weight = made(gradients, (4, 6), block=5, chunk=chunk)
+    first, second = (Fisher({"w": weight}, block=5, chunk=chunk) for _ in range(2))
+    for gradient in gradients[:cut]:
+        first.add({"w": gradient.view(4, 6)})
+    second.load_state_dict(first.state_dict())
+    for gradient in gradients[cut:]:
+        second.add({"w": gradient.view(4, 6)})
+    second.finish()
+    assert second.count == 9
+    for expected, ours in (
+        (whole.inverse_diagonal("w", weight), second.inverse_diagonal("w", weight)),
+        (whole._sums["w"], second._sums["w"]),
+    ):
+        assert torch.equal(ours, expected)
+
+
+def test_a_state_with_other_blocks_is_refused():
+    weight = torch.zeros(4, 6)
+    state = Fisher({"w": weight}, block=5).state_dict()
+    with pytest.raises(ValueError, match="other blocks than those of 6 weights"):
+        Fisher({"w": weight}, block=6).load_state_dict(state)

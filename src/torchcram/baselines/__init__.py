@@ -3,10 +3,25 @@
 from torchcram.baselines.acdc import ACDC
 from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
+from torchcram.baselines.frank_wolfe import SFW, CompressionAwareSFW
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
 from torchcram.baselines.l0 import L0
+from torchcram.baselines.gradual_obs import GradualObs
+from torchcram.baselines.lottery import LotteryTickets
 from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
 
 __all__ = ["ACDC", "DPF", "L0", "SRSTE", "STR", "Baseline", "GradualMagnitude", "SparsitySchedule"]
+__all__ = [
+    "ACDC",
+    "DPF",
+    "SFW",
+    "SRSTE",
+    "Baseline",
+    "CompressionAwareSFW",
+    "GradualMagnitude",
+    "GradualObs",
+    "LotteryTickets",
+    "SparsitySchedule",
+]

@@ -55,10 +55,14 @@ class Scheduled(Baseline):
         """Returns the scores that masks are selected by: the weights, by their magnitude."""
         return local_weights(self.weights)
 
+    def pattern(self) -> Sparsifier:
+        """Returns the target at this step's sparsity."""
+        sparsity = self.schedule.sparsity(self.steps, self.operator.level)  # type: ignore[attr-defined]
+        return at_sparsity(self.operator, sparsity)
+
     def select(self) -> Masks:
         """Returns the masks of this step's sparsity."""
-        sparsity = self.schedule.sparsity(self.steps, self.operator.level)  # type: ignore[attr-defined]
-        return at_sparsity(self.operator, sparsity).select(self.scores())
+        return self.pattern().select(self.scores())
 
     def final_masks(self) -> Masks:
         """Returns the masks of the target by the same scores."""

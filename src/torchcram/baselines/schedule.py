@@ -58,6 +58,13 @@ class SparsitySchedule:
             return False
         return step == self.end or (step - self.begin) % self.interval == 0
 
+    def next_due(self, step: int) -> int | None:
+        """Returns the first step after `step` at which the mask is selected; None if none is."""
+        if step >= self.end:
+            return None
+        passed = (step - self.begin) // self.interval + 1 if step >= self.begin else 0
+        return min(self.begin + passed * self.interval, self.end)
+
     def check_length(self, steps: int) -> None:
         """Raises ValueError if a training of `steps` steps ends before the schedule does."""
         if self.end >= steps:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -86,9 +86,7 @@ class Obs(Pruner):
             add = partial(fisher.add, masks=masks)
             calibration.differentiate(weights, self.gradients, add)
             fisher.finish()
-            masks = pattern.select(_scores(weights, fisher))
-            for name, weight in weights.items():
-                weight.copy_(fisher.remove(name, weight, masks[name]))
+            masks = drop_(weights, fisher, pattern)
         return masks
 
 
@@ -124,6 +122,23 @@ def steps(pattern: Sparsifier, count: int) -> list[Sparsifier]:
             f"Obs: no pattern on the way to {pattern} is known: recomputations must be 1"
         )
     return [pattern]
+
+
+def drop_(weights: Weights, fisher: Fisher, pattern: Sparsifier) -> Masks:
+    """Drops the weights with the lowest scores and corrects the others, in place.
+
+    Args:
+        weights: Weights to prune.
+        fisher: Fisher matrix at these weights, finished.
+        pattern: Pattern of the weights to keep.
+
+    Returns:
+        Masks of the weights that are kept.
+    """
+    masks = pattern.select(_scores(weights, fisher))
+    for name, weight in weights.items():
+        weight.copy_(fisher.remove(name, weight, masks[name]))
+    return masks
 
 
 def _scores(weights: Weights, fisher: Fisher) -> Weights:
@@ -205,6 +220,31 @@ class Fisher:
         diagonals = {name: total.diagonal(dim1=1, dim2=2) for name, total in self._sums.items()}
         if bad := [name for name, some in diagonals.items() if not bool(some.isfinite().all())]:
             raise ValueError(f"gradients are not finite in: {list_names(bad)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything that was added so far; the tensors are not copied."""
+        waiting = self.count % self.chunk
+        held = {name: held[:waiting] for name, held in self._held.items()}
+        return {"count": self.count, "sums": dict(self._sums), "held": held}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the state of a Fisher matrix of the same weights, block and chunk.
+
+        Raises:
+            ValueError: If the weights or the blocks are others; nothing is changed then.
+        """
+        shapes = {name: total.shape for name, total in state["sums"].items()}
+        if shapes != {name: total.shape for name, total in self._sums.items()}:
+            raise ValueError(
+                f"the Fisher matrix of the state belongs to other weights or has other blocks than "
+                f"those of {self.block} weights"
+            )
+        self.count = int(state["count"])
+        for name, total in self._sums.items():
+            total.copy_(state["sums"][name])
+        for name, held in state["held"].items():
+            self._held[name][: len(held)].copy_(held)
 
     def _add_held(self, count: int) -> None:
         for name, held in self._held.items():
