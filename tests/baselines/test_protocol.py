@@ -8,7 +8,18 @@ import torch
 from problems import BATCHES, adamw, batches, build, loss_on, sgd, train
 
 from torchcram import compressible_weights, hold_masks, sparsity
-from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    L0,
+    PLATON,
+    SRSTE,
+    STR,
+    GradualMagnitude,
+    Movement,
+    SoftMovement,
+    SparsitySchedule,
+)
 
 SCHEDULE = SparsitySchedule(begin=2, end=8, interval=3)
 METHODS = {
@@ -21,6 +32,15 @@ METHODS = {
     ),
     "STR": lambda model, base, target="global:0.9": STR(model, base, target, initial=-3.0),
     "l0": lambda model, base, target="global:0.9": L0(model, base, target, penalty=100),
+    "movement": lambda model, base, target="global:0.9": Movement(
+        model, base, target, schedule=SCHEDULE
+    ),
+    "soft movement": lambda model, base, target="global:0.9": SoftMovement(
+        model, base, target, schedule=SCHEDULE, threshold=0.5
+    ),
+    "PLATON": lambda model, base, target="global:0.9": PLATON(
+        model, base, target, schedule=SCHEDULE
+    ),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -173,7 +193,9 @@ def test_targets_that_cannot_be_reached_are_refused(method):
             method(model, sgd(model), target)
 
 
-@pytest.mark.parametrize("name", ["gradual magnitude", "DPF"])
+@pytest.mark.parametrize(
+    "name", ["gradual magnitude", "DPF", "movement", "soft movement", "PLATON"]
+)
 def test_a_schedule_needs_a_sparsity(name):
     model = build()
     with pytest.raises(ValueError, match="nm:2:4 has no single sparsity that could grow"):

@@ -5,8 +5,22 @@ from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
 from torchcram.baselines.l0 import L0
+from torchcram.baselines.movement import Movement, SoftMovement
+from torchcram.baselines.platon import PLATON
 from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
 
-__all__ = ["ACDC", "DPF", "L0", "SRSTE", "STR", "Baseline", "GradualMagnitude", "SparsitySchedule"]
+__all__ = [
+    "ACDC",
+    "DPF",
+    "L0",
+    "PLATON",
+    "SRSTE",
+    "STR",
+    "Baseline",
+    "GradualMagnitude",
+    "Movement",
+    "SoftMovement",
+    "SparsitySchedule",
+]
