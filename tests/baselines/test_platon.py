@@ -45,6 +45,20 @@ def test_pruned_weights_with_high_scores_come_back_with_a_step():
     assert sparsity(optimizer.weights) == 0.5
 
 
+def test_finish_brings_no_weight_back_without_a_step():
+    model = build()
+    schedule = SparsitySchedule(end=0, interval=100)
+    optimizer = PLATON(model, sgd(model), "global:0.5", schedule=schedule)
+    train(model, optimizer, batches())
+    before = {name: mask.clone() for name, mask in optimizer.masks.items()}
+    for average in optimizer.tensors().values():
+        for name, mask in before.items():
+            average[name][~mask] = 1e6
+    for name, mask in optimizer.finish().items():
+        assert torch.equal(mask, before[name])
+    assert sparsity(optimizer.weights) == 0.5
+
+
 def test_finish_in_the_middle_of_the_schedule_prunes_further():
     model = build()
     schedule = SparsitySchedule(end=100, interval=1)

@@ -42,7 +42,7 @@ def _rank_of_float64(scores: Tensor) -> Tensor:
 
 def _signed_rank(scores: Tensor, integer: torch.dtype) -> Tensor:
     """Returns integers that order as `scores` do; 0.0 and -0.0 are equal."""
-    bits = scores.add(0.0).nan_to_num(torch.inf, torch.inf, -torch.inf).view(integer)
+    bits = scores.nan_to_num(torch.inf, torch.inf, -torch.inf).view(integer)
     return torch.where(bits < 0, -(bits & torch.iinfo(integer).max), bits)
 
 
