@@ -18,6 +18,16 @@ from torchcram.baselines import (
     GradualMagnitude,
     GradualObs,
     LotteryTickets,
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    L0,
+    PLATON,
+    SRSTE,
+    STR,
+    GradualMagnitude,
+    Movement,
+    SoftMovement,
     SparsitySchedule,
 )
 from torchcram.operators import NM
@@ -228,6 +238,67 @@ def gradual_obs(model, base, data):
             masked(weights, masks)
 
 
+def gradient_at_mask(model, weights, masks, base, batch):
+    """Leaves the gradient at M * w in `.grad`, and w in the model."""
+    dense = {name: weight.detach().clone() for name, weight in weights.items()}
+    masked(weights, masks)
+    base.zero_grad()
+    loss_on(model, batch).backward()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(dense[name])
+
+
+def movement(model, base, data):
+    weights = weights_of(model)
+    scores = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    masks = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    base.add_param_group({"params": list(scores.values()), "lr": 0.05, "weight_decay": 0})
+    for step, batch in enumerate(data):
+        if step in (2, 4, 6, 8, 10):
+            masks = top_k(scores, cubic(step))
+        gradient_at_mask(model, weights, masks, base, batch)
+        for name, weight in weights.items():
+            scores[name].grad = weight.grad * weight.detach()
+            weight.grad *= masks[name]
+        base.step()
+
+
+def soft_movement(model, base, data):
+    weights = weights_of(model)
+    scores = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    base.add_param_group({"params": list(scores.values()), "lr": 0.05, "weight_decay": 0})
+    for step, batch in enumerate(data):
+        growth = 0 if step < 2 else 1 - 0.8 * (1 - min((step - 2) / 6, 1)) ** 3
+        masks = {name: score.sigmoid() > 0.499 * growth for name, score in scores.items()}
+        gradient_at_mask(model, weights, masks, base, batch)
+        for name, weight in weights.items():
+            p = scores[name].sigmoid()
+            scores[name].grad = weight.grad * weight.detach() + 4 * growth * p * (1 - p) / 192
+            weight.grad *= masks[name]
+        base.step()
+    assert 0 < sum(mask.sum() for mask in masks.values()) < 192
+
+
+def platon(model, base, data):
+    weights, masks = weights_of(model), None
+    averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    uncertainties = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for step, batch in enumerate(data):
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        for name, weight in weights.items():
+            sensitivity = (weight.detach() * weight.grad).abs()
+            averages[name] = 0.8 * averages[name] + 0.2 * sensitivity
+            deviation = (sensitivity - averages[name]).abs()
+            uncertainties[name] = 0.9 * uncertainties[name] + 0.1 * deviation
+        if step in (2, 4, 6, 8, 10):
+            masks = top_k({n: averages[n] * uncertainties[n] for n in weights}, cubic(step))
+        base.step()
+        if masks:
+            masked(weights, masks)
+
+
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
@@ -271,6 +342,28 @@ CASES = {
         lottery_tickets,
         lambda model, base: LotteryTickets(
             model, base, "global:0.75", round_steps=6, rewind_step=3, rounds=3
+        ),
+    ),
+    "movement": (
+        movement,
+        lambda model, base: Movement(model, base, "global:0.75", schedule=SCHEDULE, score_lr=0.05),
+    ),
+    "soft movement": (
+        soft_movement,
+        lambda model, base: SoftMovement(
+            model,
+            base,
+            "global:0.75",
+            schedule=SCHEDULE,
+            penalty=4,
+            threshold=0.499,
+            score_lr=0.05,
+        ),
+    ),
+    "PLATON": (
+        platon,
+        lambda model, base: PLATON(
+            model, base, "global:0.75", schedule=SCHEDULE, beta1=0.8, beta2=0.9
         ),
     ),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),

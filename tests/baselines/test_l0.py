@@ -97,6 +97,15 @@ def test_gates_that_closed_too_often_are_opened_by_one_amount(target):
             torch.testing.assert_close(optimizer.weights[n].detach(), expected)
 
 
+def test_gates_stay_where_they_have_a_gradient():
+    model = build()
+    optimizer = L0(model, sgd(model), "global:0.5", penalty=1e6)
+    train(model, optimizer, batches())
+    for log_a in optimizer.tensors()["log_a"].values():
+        assert log_a.min() >= math.log(0.01) - 1e-6
+    assert share_closed(optimizer) > 0.9
+
+
 def test_seeds_decide_the_gates_and_global_seeds_do_not():
     results = []
     for seed, global_seed in ((0, 1), (0, 2), (3, 1)):

@@ -18,6 +18,16 @@ from torchcram.baselines import (
     GradualMagnitude,
     GradualObs,
     LotteryTickets,
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    L0,
+    PLATON,
+    SRSTE,
+    STR,
+    GradualMagnitude,
+    Movement,
+    SoftMovement,
     SparsitySchedule,
 )
 
@@ -41,6 +51,14 @@ METHODS = {
     ),
     "gradual OBS": lambda model, base, target="global:0.9": GradualObs(
         model, base, target, schedule=SparsitySchedule(begin=2, end=8, interval=4), gradients=3
+    "movement": lambda model, base, target="global:0.9": Movement(
+        model, base, target, schedule=SCHEDULE
+    ),
+    "soft movement": lambda model, base, target="global:0.9": SoftMovement(
+        model, base, target, schedule=SCHEDULE, threshold=0.5
+    ),
+    "PLATON": lambda model, base, target="global:0.9": PLATON(
+        model, base, target, schedule=SCHEDULE
     ),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
 }
@@ -197,6 +215,9 @@ def test_targets_that_cannot_be_reached_are_refused(method):
 
 
 @pytest.mark.parametrize("name", ["gradual magnitude", "gradual OBS", "DPF", "lottery tickets"])
+@pytest.mark.parametrize(
+    "name", ["gradual magnitude", "DPF", "movement", "soft movement", "PLATON"]
+)
 def test_a_schedule_needs_a_sparsity(name):
     model = build()
     with pytest.raises(ValueError, match="nm:2:4 has no single sparsity that could grow"):

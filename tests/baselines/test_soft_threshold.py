@@ -74,6 +74,18 @@ def test_thresholds_that_prune_too_much_are_lowered_together(target):
         assert abs(shifts["0.weight"] + largest.item()) < 1e-6
 
 
+def test_no_threshold_is_lowered_below_zero():
+    model = build()
+    optimizer = STR(model, sgd(model), "global:0.1", initial=-20.0)
+    with torch.no_grad():
+        optimizer.tensors()["thresholds"]["2.weight"].fill_(2.0)
+    before = optimizer.weights["0.weight"].detach().clone()
+    masks = optimizer.finish()
+    kept = masks["0.weight"]
+    torch.testing.assert_close(optimizer.weights["0.weight"].detach()[kept], before[kept])
+    assert sparsity(optimizer.weights) == pruned(masks)
+
+
 def test_equal_weights_are_cut_to_the_exact_count():
     model = build()
     with torch.no_grad():

@@ -8,6 +8,8 @@ from torchcram.baselines.gradual_magnitude import GradualMagnitude
 from torchcram.baselines.l0 import L0
 from torchcram.baselines.gradual_obs import GradualObs
 from torchcram.baselines.lottery import LotteryTickets
+from torchcram.baselines.movement import Movement, SoftMovement
+from torchcram.baselines.platon import PLATON
 from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
@@ -23,5 +25,16 @@ __all__ = [
     "GradualMagnitude",
     "GradualObs",
     "LotteryTickets",
+__all__ = [
+    "ACDC",
+    "DPF",
+    "L0",
+    "PLATON",
+    "SRSTE",
+    "STR",
+    "Baseline",
+    "GradualMagnitude",
+    "Movement",
+    "SoftMovement",
     "SparsitySchedule",
 ]

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from torchcram.baselines.base import STATE, Baseline
-from torchcram.baselines.scores import as_magnitudes, in_layers, set_magnitudes_, shortfall
+from torchcram.baselines.scores import (
+    as_magnitudes,
+    in_layers,
+    per_weight,
+    set_magnitudes_,
+    shortfall,
+)
 from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
@@ -90,16 +96,11 @@ class L0(Baseline):
         devices = dict.fromkeys(weight.device for weight in self.weights.values())
         self._generators = {each: torch.Generator(each).manual_seed(seed) for each in devices}
         self._before_draw: list[Tensor] = []  # states of the generators
-        self._log_a: dict[str, Tensor] = {}
-        for name, weight in self.weights.items():
-            noise = torch.empty_like(
-                weight,
-                dtype=torch.promote_types(weight.dtype, torch.float32),
-                requires_grad=False,
-            )
-            noise.normal_(std=0.01, generator=self._generators[weight.device])
-            self._log_a[name] = noise.add_(math.log((1 - drop_rate) / drop_rate))
-        self._gates = {name: torch.ones_like(log_a) for name, log_a in self._log_a.items()}
+        self._log_a = per_weight(self.weights)
+        self._gates = per_weight(self.weights)  # z of this step
+        mean = math.log((1 - drop_rate) / drop_rate)
+        for log_a in self._log_a.values():
+            log_a.normal_(std=0.01, generator=self._generators[log_a.device]).add_(mean)
         self._train("gates", self._log_a, lr=gate_lr, weight_decay=0.0)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:

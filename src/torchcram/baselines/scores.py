@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchcram.layers import layout_of, like
+from torchcram.layers import layout_of, like, local_weights
 from torchcram.operators import GlobalTopK, Sparsifier
 
 if TYPE_CHECKING:
@@ -42,8 +42,33 @@ def _rank_of_float64(scores: Tensor) -> Tensor:
 
 def _signed_rank(scores: Tensor, integer: torch.dtype) -> Tensor:
     """Returns integers that order as `scores` do; 0.0 and -0.0 are equal."""
-    bits = scores.add(0.0).nan_to_num(torch.inf, torch.inf, -torch.inf).view(integer)
+    bits = scores.nan_to_num(torch.inf, torch.inf, -torch.inf).view(integer)
     return torch.where(bits < 0, -(bits & torch.iinfo(integer).max), bits)
+
+
+def per_weight(weights: Weights) -> dict[str, Tensor]:
+    """Returns zeros that have an entry for every local weight, by name; float32 at least."""
+    return {
+        name: torch.zeros_like(weight, dtype=_wide(weight), requires_grad=False)
+        for name, weight in local_weights(weights).items()
+    }
+
+
+def per_layer(weights: Weights) -> dict[str, Tensor]:
+    """Returns zeros that have an entry for every layer, by name, and broadcast to `in_layers`."""
+    return {
+        name: torch.zeros(
+            (layout_of(weights, name).layers, *[1] * weight.dim()),
+            dtype=_wide(weight),
+            device=weight.device,
+        )
+        for name, weight in weights.items()
+    }
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    """Returns a dtype that does not lose the small steps of what is trained beside a weight."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def in_layers(weights: Weights, name: str, tensor: Tensor | None = None) -> Tensor:
@@ -57,17 +82,6 @@ def in_layers(weights: Weights, name: str, tensor: Tensor | None = None) -> Tens
     tensor = weights[name] if tensor is None else tensor
     view: Tensor = tensor.detach().unflatten(0, (layout_of(weights, name).layers, -1))
     return view
-
-
-def per_layer(weights: Weights, name: str) -> Tensor:
-    """Returns zeros that have an entry for every layer of a weight, and broadcast to `in_layers`.
-
-    They are float32 at least, so that small steps count.
-    """
-    weight = weights[name]
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    shape = (layout_of(weights, name).layers, *[1] * weight.dim())
-    return torch.zeros(shape, dtype=dtype, device=weight.device)
 
 
 def shortfall(

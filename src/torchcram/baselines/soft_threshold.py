@@ -71,7 +71,7 @@ class STR(Baseline):
                 raise ValueError(f"{name} must be None or at least 0, got {value}")
         super().__init__(model, base, operator, weights=weights)
         self._require_whole()
-        self._s = {name: per_layer(self.weights, name).fill_(initial) for name in self.weights}
+        self._s = {name: s.fill_(initial) for name, s in per_layer(self.weights).items()}
         self._train("thresholds", self._s, lr=threshold_lr, weight_decay=threshold_decay)
 
     @property
@@ -105,6 +105,7 @@ class STR(Baseline):
         for name, threshold in self.thresholds.items():
             gradient = self.weights[name].grad
             if gradient is None:
+                self._s[name].grad = None
                 continue
             inward = in_layers(self.weights, name, gradient) * in_layers(self.weights, name).sign()
             layer = tuple(range(1, inward.dim()))
