@@ -1,7 +1,8 @@
 """Splitting a batch between the dense and the compressed pass, and steps on the parts."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchcram import C_SAM, CRAM_PLUS, CrAM, split_batch
-from torchcram.batches import split_rows
+from torchcram.batches import split_rows, split_unless_short
 
 Pair = namedtuple("Pair", "inputs labels")
 shares = st.floats(0.01, 1)
@@ -65,6 +66,43 @@ def test_batches_keep_their_type():
     assert (last["name"], last["scale"].item()) == ("digits", 2.0)
 
 
+def test_lists_with_an_entry_per_sample_are_split():
+    x = torch.zeros(4, 1)
+    batch = {"x": x, "text": ["a", "b", "c", "d"], "sizes": ((1, 2), (3, 4), (5, 6), (7, 8))}
+    batch |= {"split": ["train", "validation"], "scales": [torch.tensor(2.0)] * 4}
+    first, second = split_batch(batch, 1, 0.5)
+    assert first["text"] == batch["text"]
+    assert second["text"] == ["c", "d"]
+    assert second["sizes"] == ((5, 6), (7, 8))
+    assert second["split"] == ["train", "validation"]  # not an entry per sample
+    assert len(second["scales"]) == 4
+    names = namedtuple("Names", "a b c d")(*"abcd")
+    assert split_batch((x, names))[1][1] == names
+
+
+def test_mappings_of_other_types():
+    filled = defaultdict(list, x=torch.arange(4))
+    first, _ = split_batch(filled)
+    assert first["x"].tolist() == [0, 1]
+    assert first["new"] == []  # the default factory is kept
+    assert filled["x"].tolist() == [0, 1, 2, 3]
+    frozen = MappingProxyType({"x": torch.arange(4)})
+    assert split_batch(frozen)[1]["x"].tolist() == [2, 3]
+
+
+def test_short_batches_may_be_taken_whole():
+    x = torch.arange(1)
+    first, second = split_unless_short({"x": x}, 0.5, 0.5)
+    assert torch.equal(first["x"], x)
+    assert torch.equal(second["x"], x)
+    first, second = split_unless_short(torch.arange(3), 1, 0.5)
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2], [1, 2])
+    with pytest.raises(ValueError, match="the dense share must be above 0"):
+        split_unless_short(x, -1, 0.5)
+    with pytest.raises(ValueError, match="cannot be split"):
+        split_unless_short((x, torch.arange(2)), 0.5, 0.5)
+
+
 @pytest.mark.parametrize(
     ("batch", "shares", "message"),
     [
@@ -74,6 +112,11 @@ def test_batches_keep_their_type():
         (torch.zeros(1), (0.5, 0.5), "leave a pass without a sample in a batch of 1"),
         (torch.zeros(0), (1, 1), "leave a pass without a sample in a batch of 0"),
         ((torch.zeros(4), torch.zeros(5)), (1, 1), r"as many samples each, got \[4, 5\]"),
+        (
+            {"x": torch.zeros(4), "tokens": [torch.zeros(9)], "name": "a"},
+            (1, 1),
+            r"a batch of dict cannot be split: .* got \[4, 9\] \(x: 4; tokens: 9\)",
+        ),
         ({"text": "no tensors"}, (1, 1), "got no tensors"),
     ],
 )
