@@ -1,6 +1,7 @@
 """Splitting a batch between the dense and the compressed pass, and steps on the parts."""
 
 from collections import OrderedDict, defaultdict, namedtuple
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 
@@ -183,6 +184,37 @@ def test_statistics_are_those_of_the_dense_part():
     twin(first[0])
     for name, value in twin.named_buffers():
         assert torch.equal(value, loop.model.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("rule", [CRAM_PLUS, C_SAM])
+@pytest.mark.parametrize("shares", [(1, 0.5), (0.5, 0.5)])
+def test_micro_batches_are_one_batch_with_the_same_parts(rule, shares):
+    ours, theirs = Loop(rule), Loop(rule)
+    for loop in (ours, theirs):
+        loop.model.double()
+        loop.model[1] = nn.Identity()  # statistics of batch norm are those of a micro-batch
+    for _ in range(3):
+        inputs, labels = batch_of()
+        chunks = zip(inputs.double().chunk(4), labels.chunk(4), strict=True)
+        passes = list(zip(*(split_batch(chunk, *shares) for chunk in chunks), strict=True))
+        united = [[torch.cat(values) for values in zip(*parts, strict=True)] for parts in passes]
+        theirs.by_hand(*united)
+        for number, parts in enumerate((passes[0], *([passes[1]] * len(rule.passes)))):
+            with ours.optimizer.compressed() if number else nullcontext():
+                for part in parts:
+                    (loss_on(ours.model, part) / 4).backward()
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+    torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict())
+
+
+def test_a_batch_that_cannot_be_split_changes_nothing():
+    loop = Loop()
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with pytest.raises(ValueError, match="leave a pass without a sample"):
+        loop.by_closures(*split_batch(batch_of(1)))
+    assert all(torch.equal(before[name], v) for name, v in loop.model.state_dict().items())
+    loop.by_closures(*split_batch(batch_of()))
 
 
 def test_a_compressed_closure_needs_the_other():
