@@ -54,6 +54,9 @@ LAYOUTS = ("tests/test_layouts.py",)
 SHARDS = ("tests/test_sharding.py",)
 COVERAGE = ("tests/test_coverage.py",)
 CHAINS = ("tests/operators/test_chain.py",)
+PARTS = ("tests/test_split_batch.py",)
+TRANSFORMERS = ("tests/integrations/test_transformers.py",)
+LIGHTNING = ("tests/integrations/test_lightning.py",)
 
 MUTANTS = [
     Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
@@ -166,6 +169,27 @@ MUTANTS = [
     Mutant("artifact/integers.py", "[*range(sign), -0.0,", "[*range(sign), 0.0,", FILES),
     Mutant("artifact/format.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
     Mutant("artifact/codec.py", "_has_other_bytes(values):", "False:", BAD_FILES),
+    Mutant("batches.py", "begin = count - _nearest(compressed, count)", "begin = end", PARTS),
+    Mutant("batches.py", "        first = second = slice(0, count)", "        raise", PARTS),
+    Mutant("batches.py", "return batch[rows]  # an entry", "return batch  # an entry", PARTS),
+    Mutant(
+        "integrations/transformers.py",
+        "compressed_items = self._compressed_items",
+        "compressed_items = num_items_in_batch",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "integrations/lightning/compressed_pass.py",
+        "return training_step(dense, *args)",
+        "return training_step(batch, *args)",
+        LIGHTNING,
+    ),
+    Mutant(
+        "integrations/lightning/compressed_pass.py",
+        "vars(owner).pop(name, None)",
+        "pass",
+        LIGHTNING,
+    ),
 ]
 
 
