@@ -32,7 +32,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK
 from torchcram.experiments.models import resnet20
-from torchcram.optim.graphs import GraphedStep
+from torchcram.optim.graphs import StepGraphs
 
 OPERATORS = [GlobalTopK(sparsity) for sparsity in (0.5, 0.7, 0.8, 0.9, 0.95)]
 METHODS: dict[str, Callable[[nn.Module, Optimizer], Optimizer] | None] = {
@@ -174,7 +174,7 @@ class Run:
         self.scores = compile_(self.model) if compiled else self.model
         self.take: Callable[[], object] = self.step
         if graphs:
-            self.take = GraphedStep(self.model, self.optimizer, self.step)
+            self.take = StepGraphs(self.model, self.optimizer, self.step)
 
     def closure(self) -> Tensor:
         """The loss of the batch, with gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -89,15 +89,26 @@ def _lengths(batch: object) -> list[int]:
     return []
 
 
-def _rows(batch: Any, rows: slice) -> Any:  # noqa: ANN401
+def _rows(batch: Batch, rows: slice) -> Batch:
     """Returns some rows of every tensor in a batch, in a batch of the same type."""
+    return map_tensors(batch, lambda tensor: tensor[rows] if tensor.dim() else tensor)
+
+
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Returns a batch of the same type with `function` applied to its tensors.
+
+    Args:
+        batch: Tensor, or tuples, lists and mappings of tensors. What is no tensor stays as it is.
+        function: Function from tensors to tensors.
+    """
+    mapped: Any = batch
     if isinstance(batch, Tensor):
-        return batch[rows] if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        parts = {key: _rows(value, rows) for key, value in batch.items()}
-        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_rows(part, rows) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_rows(part, rows) for part in batch)
-    return batch
+        mapped = function(batch)
+    elif isinstance(batch, Mapping):
+        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
+        if type(batch) is not dict:
+            mapped = type(batch)(mapped)  # type: ignore[call-arg]
+    elif isinstance(batch, (tuple, list)):
+        parts = [map_tensors(part, function) for part in batch]
+        mapped = type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return mapped  # type: ignore[no-any-return]

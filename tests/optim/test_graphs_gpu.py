@@ -9,7 +9,7 @@ from resident import Resident
 from torch.optim import SGD, AdamW
 
 from torchcram import C_SAM, CRAM_PLUS, SAM, CrAM
-from torchcram.optim.graphs import GraphedStep
+from torchcram.optim.graphs import StepGraphs
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def training(base, cram):
 def test_the_same_weights_and_the_same_draws(base, kind):
     eager, graphed = training(base, CRAMS[kind]), training(base, CRAMS[kind])
     before = copy.deepcopy(graphed.model.state_dict())
-    take = GraphedStep(graphed.model, graphed.optimizer, graphed.step)
+    take = StepGraphs(graphed.model, graphed.optimizer, graphed.step)
     for name, value in graphed.model.state_dict().items():
         assert torch.equal(value, before[name]), name  # warming up and capturing left no trace
     graphed.number.zero_()
@@ -63,7 +63,7 @@ def test_the_same_weights_and_the_same_draws(base, kind):
 
 def test_the_learning_rate_is_read_at_every_step():
     given = training("SGD", CRAMS["CrAM+"])
-    take = GraphedStep(given.model, given.optimizer, given.step)
+    take = StepGraphs(given.model, given.optimizer, given.step)
     given.optimizer.param_groups[0]["lr"].fill_(0)
     before = [p.detach().clone() for p in given.model.parameters()]
     take()
@@ -75,7 +75,7 @@ def test_the_learning_rate_is_read_at_every_step():
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_told():
     given = training("SGD", CRAMS["CrAM+"])
-    take = GraphedStep(given.model, given.optimizer, given.step)
+    take = StepGraphs(given.model, given.optimizer, given.step)
     take.check()
     given.inputs.fill_(torch.inf)
     before = [p.detach().clone() for p in given.model.parameters()]
@@ -89,12 +89,12 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_told():
 def test_what_cannot_be_captured_is_refused():
     given = training("SGD", {"operators": "global:0.3-0.9"})
     with pytest.raises(ValueError, match="another operator at every step"):
-        GraphedStep(given.model, given.optimizer, given.step)
+        StepGraphs(given.model, given.optimizer, given.step)
     given = training("SGD", None)
     base = SGD(given.model.parameters(), lr=0.1, foreach=True)
     given.optimizer = CrAM(given.model, base, "global:0.5")
     with pytest.raises(ValueError, match="fused"):
-        GraphedStep(given.model, given.optimizer, given.step)
+        StepGraphs(given.model, given.optimizer, given.step)
 
 
 def test_no_host_memory_is_pinned_while_a_graph_is_captured(monkeypatch):
@@ -122,7 +122,7 @@ def test_no_host_memory_is_pinned_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda.graph, "__enter__", begin)
     monkeypatch.setattr(torch.cuda.graph, "__exit__", end)
     given = training("SGD", CRAMS["CrAM+"])
-    GraphedStep(given.model, given.optimizer, given.step)()
+    StepGraphs(given.model, given.optimizer, given.step)()
     assert not pinned
 
 
@@ -164,7 +164,7 @@ def test_two_hundred_captures_after_varied_allocations():
                 kept.append(host.to("cuda", non_blocking=True))
             Holder(size)
         kept = kept[-draw.randrange(1, 40) :]
-        take = GraphedStep(given.model, given.optimizer, given.step)
+        take = StepGraphs(given.model, given.optimizer, given.step)
         captures += len(take._graphs)
         for _ in range(3):
             take()

@@ -213,7 +213,8 @@ class NonFiniteGuard:
             self._skipped = torch.zeros((), device=device)
 
     def raise_if_skipped(self) -> None:
-        """Waits for the device; raises FloatingPointError if a captured step was skipped."""
+        """Waits for the device; raises FloatingPointError if a step was skipped there."""
+        self._report()
         if self._skipped is not None and (count := int(self._skipped)):
             self._skipped.zero_()
             raise FloatingPointError(f"NaN or infinite gradient: {count} step(s) not taken")
@@ -260,7 +261,7 @@ class NonFiniteGuard:
         if self._skipped is None:
             raise RuntimeError(
                 "a step that is captured by hand cannot be checked: capture it with "
-                "torchcram.optim.graphs.GraphedStep, or set check_finite=False"
+                "torchcram.GraphedStep, or set check_finite=False"
             )
         self._skipped.add_(bad)
 
