@@ -82,7 +82,10 @@ MUTANTS = [
         INTERRUPTS,
     ),
     Mutant(
-        "optim/cram.py", "elif not self._guard.check(hidden + combined):", "elif False:", REFUSED
+        "optim/cram.py",
+        "elif not self._guard.check(hidden + combined, bad):",
+        "elif False:",
+        REFUSED,
     ),
     Mutant("optim/cram.py", "rng_state.restore()", "pass", STEP),
     Mutant(

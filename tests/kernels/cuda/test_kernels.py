@@ -83,3 +83,71 @@ def test_zero_unmasked(dtype):
     for tensor, other in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, other)
         assert not torch.signbit(tensor[tensor == 0]).any()
+
+
+def bits_of(tensor):
+    return tensor.cpu().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def pairs_of(dtype):
+    """Two lists of tensors, with signed zeros and numbers so small that some lose bits."""
+    pairs = []
+    for i in (0, 1):
+        tensors = [t.to(DEVICE) for t in tensors_of("distinct", dtype)]
+        tensors[2] = (tensors[2].float() * torch.finfo(dtype).tiny).to(dtype)  # subnormal sums
+        tensors[2][:64] = -0.0
+        tensors[0] = tensors[0] * (1 + i)
+        pairs.append(tensors)
+    pairs[1][2][32:96] = 0.0
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_combine(dtype):
+    tensors, others = pairs_of(dtype)
+    masks = [torch.rand_like(t, dtype=torch.float32) > 0.5 for t in tensors]
+    masks[3] = None
+    expected = [t.clone() for t in tensors]
+    for tensor, mask in zip(expected, masks, strict=True):
+        if mask is not None:
+            tensor.masked_fill_(~mask, 0)
+    torch._foreach_add_(expected, others, alpha=1.0)
+    before = [t.clone() for t in others]
+    bad = torch.zeros((), device=DEVICE)
+    _kernels.combine_(tensors, others, masks, bad)
+    for tensor, other in zip(tensors, expected, strict=True):
+        if DEVICE == "cpu" and dtype == torch.bfloat16:  # the interpreter does not round
+            torch.testing.assert_close(tensor, other, rtol=2**-7, atol=1e-37)
+        else:
+            assert torch.equal(bits_of(tensor), bits_of(other))
+    assert all(torch.equal(t, other) for t, other in zip(others, before, strict=True))
+    assert bad.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", [(0, 0), (2, 5000), (2, 9000), (3, 0)])
+def test_combine_notices_what_is_not_finite(dtype, value, where):
+    number, at = where
+    tensors, others = pairs_of(dtype)
+    masks = [torch.ones_like(t, dtype=torch.bool) for t in tensors]
+    for side in (tensors, others):
+        bad = torch.zeros((), device=DEVICE)
+        given = [[t.clone() for t in group] for group in (tensors, others)]
+        given[side is others][number].view(-1)[at] = value
+        _kernels.combine_(*given, masks, bad)
+        assert bad.item() == 1
+    masks[number].view(-1)[at] = False  # a gradient that is masked does not count
+    bad = torch.zeros((), device=DEVICE)
+    tensors[number].view(-1)[at] = value
+    _kernels.combine_(tensors, others, masks, bad)
+    assert bad.item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+def test_combine_of_large_halves_overflows():
+    tensors, others = ([torch.full((3,), 60000.0, device=DEVICE).half()] for _ in range(2))
+    bad = torch.zeros((), device=DEVICE)
+    _kernels.combine_(tensors, others, [None], bad)
+    assert bad.item() == 1
+    assert tensors[0].isinf().all()

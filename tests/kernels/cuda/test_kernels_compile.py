@@ -15,12 +15,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torchcram.kernels.cuda import int8
+from torchcram.kernels.cuda.combine import _combine_kernel
 from torchcram.kernels.cuda.select import REGISTERS, _select_kernel
 from torchcram.kernels.cuda.chunks import CHUNK, WARPS
 from torchcram.kernels.cuda.zero import _zero_kernel
 
 OTHER = {"mask": "*i1", "chunk_count": "i32", "tensor_count": "i32", "segment_count": "i32"}
 OTHER |= {"count": "i32", "outputs": "i32", "inputs": "i32", "values": "*i8", "scale": "*fp32"}
+OTHER |= {"bad": "*fp32"}
 
 
 def compile_(kernel, constants, **options):
@@ -33,6 +35,7 @@ def compile_(kernel, constants, **options):
     options = {"num_warps": WARPS, **options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "ptx" in made.asm
+    assert ".ftz" not in made.asm["ptx"] or kernel is not _combine_kernel  # torch keeps subnormals
     print(kernel.__name__, constants, "ok")
 
 
@@ -47,6 +50,8 @@ for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
             launch_cooperative_grid=True,
         )
     compile_(_zero_kernel, common)
+for dtype in (tl.float32, tl.bfloat16, tl.float16):
+    compile_(_combine_kernel, {"DTYPE": dtype, "ALIGNED": True, "SIZE": CHUNK})
 for dtype, bias in (("bf16", True), ("fp16", False)):
     common = {"DTYPE": dtype, "HAS_BIAS": bias}
     one = {"WIDE": int8.ONE, "DEEP": int8.LONG}
@@ -67,4 +72,4 @@ def test_kernels_compile_for_compute_capability_9():
         env=environment,
     )
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.count("ok") == 14
+    assert out.stdout.count("ok") == 17

@@ -1,0 +1,108 @@
+"""Adding tensors to masked ones and checking the sums for NaN and infinity, in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from torchcram.kernels.cuda.chunks import (
+    CHUNK,
+    ROW,
+    WARPS,
+    _bits,
+    _flat,
+    _keep_while_captured,
+    _on_device,
+    _pointers,
+    _table,
+    walk_alike,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _combine_kernel(
+    chunks, tensors, others, masks, bad, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Replaces a tensor by M * tensor + other, and writes 1.0 to `bad` if a sum is not finite."""
+    row = chunks + tl.program_id(0) * ROW
+    start = tl.multiple_of(tl.load(row), 16)
+    left = tl.load(row + 1)
+    number = tl.load(row + 4)
+    pointer = tl.load(tensors + number).to(tl.pointer_type(DTYPE))
+    other = tl.load(others + number).to(tl.pointer_type(DTYPE))
+    address = tl.load(masks + number)
+    kept = address.to(tl.pointer_type(tl.int8))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+        other = tl.multiple_of(other, 16)
+        kept = tl.multiple_of(kept, 16)
+    lane = tl.arange(0, SIZE)
+    value = _bits(pointer + start, lane, left, SIZE).to(tl.float32)
+    if address != 0:  # without a mask everything is kept
+        keep = _bits(kept + start, lane, left, SIZE) != 0
+        value = tl.where(keep, value, 0.0)
+    total = (value + _bits(other + start, lane, left, SIZE).to(tl.float32)).to(DTYPE)
+    if left >= SIZE:
+        tl.store(pointer + start + lane, total)
+    else:
+        tl.store(pointer + start + lane, total, mask=lane < left)
+    finite = tl.abs(total.to(tl.float32)) < float("inf")  # False for NaN, too
+    if tl.min(finite.to(tl.int32)) == 0:
+        tl.store(bad, 1.0)
+
+
+def can_combine(
+    tensors: Sequence[Tensor], others: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> bool:
+    """Returns whether `combine_` supports these tensors."""
+    first = tensors[0]
+    if not first.is_cuda or first.dtype not in FLOATS:
+        return False
+    return all(
+        tensor.dtype == other.dtype == first.dtype
+        and tensor.get_device() == other.get_device() == first.get_device()
+        and tensor.numel() > 0
+        and walk_alike(tensor, other)
+        and (mask is None or walk_alike(tensor, mask))
+        for tensor, other, mask in zip(tensors, others, masks, strict=True)
+    )
+
+
+def combine_(
+    tensors: Sequence[Tensor],
+    others: Sequence[Tensor],
+    masks: Sequence[Tensor | None],
+    bad: Tensor,
+) -> None:
+    """Replaces every tensor by M * tensor + other; the bits are those of the operations of torch.
+
+    Args:
+        tensors: Tensors of the same dtype in `FLOATS`, on one device, each without gaps in memory.
+        others: Tensors to add, with the dtype and the strides of `tensors`.
+        masks: Boolean masks with the strides of the tensors; None keeps all of a tensor.
+        bad: Tensor of float32, set to 1 if a sum is NaN or infinite, otherwise left as it is.
+    """
+    device = tensors[0].device
+    flat = _flat(tuple([tensor.numel() for tensor in tensors]))
+    table = _keep_while_captured(_table(flat, (0,) * len(tensors), device, CHUNK))
+    pointers, aligned = _pointers(tensors)
+    added, added_aligned = _pointers(others)
+    kept = tuple([0 if mask is None else mask.data_ptr() for mask in masks])
+    aligned = aligned and added_aligned and max([pointer % 16 for pointer in kept]) == 0
+    addresses = _keep_while_captured(
+        tuple([_on_device(values, device) for values in (pointers, added, kept)])
+    )
+    _combine_kernel[len(table.chunks),](
+        table.chunks, *addresses, bad, FLOATS[tensors[0].dtype], aligned, CHUNK, num_warps=WARPS,
+    )  # fmt: skip
