@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 from collections import namedtuple
 
@@ -14,6 +15,7 @@ from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 from torchcram import C_SAM, CRAM_PLUS, SAM, CrAM, GraphedStep, split_batch
 from torchcram.optim import graphed_step
+from torchcram.optim.graphs import StepGraphs, _options
 
 Pair = namedtuple("Pair", "inputs labels")
 BASES = {
@@ -361,3 +363,49 @@ def test_batches_that_cannot_be_captured_or_split_are_refused(path):  # noqa: AR
         step((torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"as many samples each, got \[2, 4\]"):
         step((torch.zeros(4, 16), torch.zeros(2, dtype=torch.int64)))
+
+
+def captured(optimizer):
+    """Returns graphs as far as they watch the options of an optimizer."""
+    graphs = StepGraphs.__new__(StepGraphs)
+    graphs._optimizer, graphs._options = optimizer, _options(optimizer)
+    graphs._rates = [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+    return graphs
+
+
+def test_learning_rates_that_are_assigned_are_read():
+    _, optimizer = training()
+    graphs = captured(optimizer)
+    graphs._read_rates()
+    (group,) = optimizer.param_groups
+    assert group["lr"] is graphs._rates[0]
+    for value in (0.25, torch.tensor(0.25)):
+        group["lr"] = value
+        graphs._read_rates()
+        assert group["lr"] is graphs._rates[0]
+        assert group["lr"].item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o.param_groups[0].update(momentum=0.8), "momentum of parameter group 0 was 0.9"),
+        (lambda o: o.param_groups[0].update(rho=0.5), "rho of parameter group 0 was 0.05"),
+        (lambda o: setattr(o, "rho", 0.5), "rho of parameter group 0 was 0.05 and has become 0.5"),
+        (
+            lambda o: o.param_groups[0]["params"].pop(),
+            "the number of parameters of parameter group 0 was 6 and has become 5",
+        ),
+        (
+            lambda o: o.add_param_group({"params": [o.param_groups[0]["params"].pop()]}),
+            "parameter groups were 1 and have become 2",
+        ),
+    ],
+)
+def test_other_options_than_the_learning_rate_must_stay(change, message):
+    _, optimizer = training()
+    optimizer.rho = 0.05
+    graphs = captured(optimizer)
+    change(optimizer)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        graphs._read_rates()
