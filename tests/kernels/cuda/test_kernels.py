@@ -29,9 +29,14 @@ def test_all_together(kind, dtype):
     there = [t.to(DEVICE) for t in tensors]
     for keep in (0, 1, total // 20, total // 2, total - 1, total):
         masks = _kernels.keep_largest(there, [keep], [0] * len(there))
-        for mask, expected, tensor in zip(masks, by_sorting(tensors, keep), tensors, strict=True):
-            assert torch.equal(mask.cpu(), expected)
-            assert mask.stride() == tensor.stride()
+        pruned = [t.clone() for t in there]
+        again = _kernels.keep_largest(pruned, [keep], [0] * len(there), zero=True)
+        for i, expected in enumerate(by_sorting(tensors, keep)):
+            assert torch.equal(masks[i].cpu(), expected)
+            assert torch.equal(again[i], masks[i])
+            assert masks[i].stride() == tensors[i].stride()
+            zeroed = tensors[i].masked_fill(~expected, 0)
+            assert torch.equal(bits_of(pruned[i]), bits_of(zeroed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,9 +45,11 @@ def test_each_by_itself_and_in_groups(kind, dtype):
     tensors = tensors_of(kind, dtype)
     there = [t.to(DEVICE) for t in tensors]
     keep = [t.numel() // 3 for t in tensors]
-    masks = _kernels.keep_largest(there, keep, range(len(there)))
-    for mask, tensor, count in zip(masks, tensors, keep, strict=True):
+    pruned = [t.clone() for t in there]
+    masks = _kernels.keep_largest(pruned, keep, range(len(there)), zero=True)
+    for mask, small, tensor, count in zip(masks, pruned, tensors, keep, strict=True):
         assert torch.equal(mask.cpu(), by_sorting([tensor], count)[0])
+        assert torch.equal(small, tensor.to(DEVICE).masked_fill(~mask, 0))
     masks = _kernels.keep_largest(there, [100, 1000], [0, 0, 1, 1, 1])
     expected = by_sorting(tensors[:2], 100) + by_sorting(tensors[2:], 1000)
     assert all(torch.equal(mask.cpu(), other) for mask, other in zip(masks, expected, strict=True))

@@ -41,11 +41,11 @@ def compile_(kernel, constants, **options):
 
 for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
     common = {"KEY": key, "ALIGNED": True, "SIZE": CHUNK}
-    for stride, depth in ((1, 3), (1, 0), (8, 7)):
-        parts = (2048 << depth) // 1024
+    for stride, depth, zero in ((1, 3, True), (1, 0, False), (8, 7, False), (8, 7, True)):
+        shape = {"STRIDE": stride, "PARTS": (2048 << depth) // 1024, "DEPTH": depth}
         compile_(
             _select_kernel,
-            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": parts, "DEPTH": depth},
+            {**common, **shape, "SIGN": sign, "ZERO": zero},
             maxnreg=REGISTERS,
             launch_cooperative_grid=True,
         )
@@ -72,4 +72,4 @@ def test_kernels_compile_for_compute_capability_9():
         env=environment,
     )
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.count("ok") == 17
+    assert out.stdout.count("ok") == 19
