@@ -1,4 +1,4 @@
-"""g~ made by one kernel, interpreted where there is no GPU, is that of the operations of torch."""
+"""Sums made by one kernel, interpreted without a GPU, are those of the operations of torch."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 pytest.importorskip("triton")
 
-from torchcram import CRAM, CRAM_PLUS, CrAM, UpdateRule
+from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, UpdateRule
 from torchcram.kernels import cuda
 from torchcram.optim import gradients
 from torchcram.optim.rules import Pass
@@ -31,7 +31,16 @@ def calls(monkeypatch):
     def can_combine(tensors, others, _):
         return all(t.stride() == other.stride() for t, other in zip(tensors, others, strict=True))
 
-    kernels = SimpleNamespace(can_combine=can_combine, combine_=combine_)
+    def add_scaled_(tensors, others, scale):
+        counts.append(len(tensors))
+        cuda.add_scaled_(tensors, others, scale)
+
+    kernels = SimpleNamespace(
+        can_combine=can_combine,
+        combine_=combine_,
+        can_add_scaled=can_combine,
+        add_scaled_=add_scaled_,
+    )
     monkeypatch.setattr(gradients, "cuda_kernels", lambda: kernels)
     return counts
 
@@ -41,7 +50,11 @@ def steps(rule=CRAM_PLUS, *, change=None, **options):
     torch.manual_seed(0)
     model = ConvNet()
     optimizer = CrAM(
-        model, SGD(model.parameters(), lr=0.1), ["global:0.5", "nm:2:4"], rule=rule, **options
+        model,
+        SGD(model.parameters(), lr=0.1),
+        ["global:0.5", "nm:2:4"] if rule.compresses else (),
+        rule=rule,
+        **options,
     )
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -89,6 +102,14 @@ def test_parameters_without_one_of_the_gradients_are_left_to_torch(change, calls
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(gradients, "cuda_kernels", lambda: None)
         assert_equal(ours, steps(change=change))
+
+
+def test_an_ascent_by_a_factor_on_the_device(calls):
+    ours = steps(SAM)
+    assert len(calls) == 3
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(gradients, "cuda_kernels", lambda: None)
+        assert_equal(ours, steps(SAM))
 
 
 def is_compressed(model):

@@ -158,8 +158,13 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
         ours, theirs = by_device.setdefault(other.device, ([], []))
         ours.append(tensor)
         theirs.append(other)
+    kernels = cuda_kernels()
     for device, (ours, theirs) in by_device.items():
-        torch._foreach_add_(ours, torch._foreach_mul(theirs, scale.to(device)))
+        here = scale.to(device)
+        if kernels is not None and kernels.can_add_scaled(ours, theirs, here):
+            kernels.add_scaled_(ours, theirs, here)
+        else:
+            torch._foreach_add_(ours, torch._foreach_mul(theirs, here))
 
 
 def one_over(length: Tensor) -> Tensor:

@@ -158,3 +158,15 @@ def test_combine_of_large_halves_overflows():
     _kernels.combine_(tensors, others, [None], bad)
     assert bad.item() == 1
     assert tensors[0].isinf().all()
+
+
+def test_add_scaled():
+    tensors, others = pairs_of(torch.float32)
+    scale = torch.tensor(0.3, device=DEVICE)
+    expected = [t.clone() for t in tensors]
+    torch._foreach_add_(expected, torch._foreach_mul(others, scale))
+    before = [t.clone() for t in others]
+    _kernels.add_scaled_(tensors, others, scale)
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert torch.equal(bits_of(tensor), bits_of(other))
+    assert all(torch.equal(t, other) for t, other in zip(others, before, strict=True))

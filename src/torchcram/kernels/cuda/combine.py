@@ -1,4 +1,7 @@
-"""Adding tensors to masked ones and checking the sums for NaN and infinity, in one launch."""
+"""Sums of lists of tensors, in one launch: with masks and a check for NaN, or with a factor.
+
+The bits are those of the operations of torch one after another.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,27 @@ def _combine_kernel(
         tl.store(bad, 1.0)
 
 
+@triton.jit
+def _add_scaled_kernel(chunks, tensors, others, scale, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
+    """Replaces a tensor of float32 by tensor + scale * other."""
+    row = chunks + tl.program_id(0) * ROW
+    start = tl.multiple_of(tl.load(row), 16)
+    left = tl.load(row + 1)
+    number = tl.load(row + 4)
+    pointer = tl.load(tensors + number).to(tl.pointer_type(tl.float32))
+    other = tl.load(others + number).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+        other = tl.multiple_of(other, 16)
+    lane = tl.arange(0, SIZE)
+    added = _bits(other + start, lane, left, SIZE) * tl.load(scale)
+    total = _bits(pointer + start, lane, left, SIZE) + added
+    if left >= SIZE:
+        tl.store(pointer + start + lane, total)
+    else:
+        tl.store(pointer + start + lane, total, mask=lane < left)
+
+
 def can_combine(
     tensors: Sequence[Tensor], others: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> bool:
@@ -105,4 +129,30 @@ def combine_(
     )
     _combine_kernel[len(table.chunks),](
         table.chunks, *addresses, bad, FLOATS[tensors[0].dtype], aligned, CHUNK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def can_add_scaled(tensors: Sequence[Tensor], others: Sequence[Tensor], scale: Tensor) -> bool:
+    """Returns whether `add_scaled_` supports these tensors."""
+    alike = scale.is_cuda and scale.dtype == tensors[0].dtype == torch.float32
+    return alike and can_combine(tensors, others, [None] * len(tensors))
+
+
+def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], scale: Tensor) -> None:
+    """Adds scale * other to every tensor; unlike the operations of torch, without a copy of them.
+
+    Args:
+        tensors: Tensors of float32, on one device, each without gaps in memory.
+        others: Tensors to add, with the strides of `tensors`.
+        scale: Factor, a tensor of float32 with one element on the same device.
+    """
+    device = tensors[0].device
+    flat = _flat(tuple([tensor.numel() for tensor in tensors]))
+    table = _keep_while_captured(_table(flat, (0,) * len(tensors), device, CHUNK))
+    pointers, aligned = _pointers(tensors)
+    added, added_aligned = _pointers(others)
+    addresses = _keep_while_captured((_on_device(pointers, device), _on_device(added, device)))
+    _add_scaled_kernel[len(table.chunks),](
+        table.chunks, *addresses, scale, aligned and added_aligned, CHUNK,
+        num_warps=WARPS, enable_fp_fusion=False,  # torch rounds the product
     )  # fmt: skip
