@@ -97,9 +97,9 @@ class StepGraphs:
         groups = self._optimizer.param_groups
         if (options := _options(self._optimizer)) != self._options:
             raise ValueError(
-                f"{_difference(self._options, options)} after the steps were captured, which only "
-                "the learning rate may be: create GraphedStep anew, and let schedulers leave the "
-                "momentum alone (cycle_momentum=False)"
+                f"{_difference(self._options, options)} after the step was captured; only learning "
+                "rates may change: create GraphedStep anew, or let schedulers leave the momentum "
+                "alone (cycle_momentum=False)"
             )
         for group, rate in zip(groups, self._rates, strict=True):
             if group["lr"] is not rate:
