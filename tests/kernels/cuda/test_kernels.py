@@ -170,3 +170,31 @@ def test_add_scaled():
     for tensor, other in zip(tensors, expected, strict=True):
         assert torch.equal(bits_of(tensor), bits_of(other))
     assert all(torch.equal(t, other) for t, other in zip(others, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_can_be_combined():
+    tensors, others = pairs_of(torch.float32)
+    masks = [torch.ones_like(t, dtype=torch.bool) for t in tensors]
+    assert _kernels.can_combine(tensors, others, masks)
+    assert _kernels.can_combine(tensors, others, [None] * len(tensors))
+    scale = torch.ones((), device=DEVICE)
+    assert _kernels.can_add_scaled(tensors, others, scale)
+    assert not _kernels.can_add_scaled(tensors, others, scale.cpu())
+    assert not _kernels.can_add_scaled(tensors, others, scale.double())
+
+    def refused(number, *, tensor=None, other=None, mask=None):
+        given = [[*tensors], [*others], [*masks]]
+        for group, value in zip(given, (tensor, other, mask), strict=True):
+            if value is not None:
+                group[number] = value
+        return not _kernels.can_combine(*given)
+
+    assert refused(0, tensor=tensors[0].double())
+    assert refused(0, other=others[0].bfloat16())
+    assert refused(0, other=others[0].t().contiguous().t())
+    assert refused(1, other=others[1].contiguous())
+    assert refused(1, mask=masks[1].contiguous())
+    assert refused(2, tensor=tensors[2][:0])
+    assert refused(3, mask=masks[3].cpu())
+    assert refused(0, tensor=tensors[0].cpu(), other=others[0].cpu())

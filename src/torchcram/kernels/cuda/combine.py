@@ -15,6 +15,7 @@ from torchcram.kernels.cuda.chunks import (
     CHUNK,
     ROW,
     WARPS,
+    _all_contiguous,
     _bits,
     _flat,
     _keep_while_captured,
@@ -91,14 +92,16 @@ def can_combine(
 ) -> bool:
     """Returns whether `combine_` supports these tensors."""
     first = tensors[0]
-    if not first.is_cuda or first.dtype not in FLOATS:
+    summands = [*tensors, *others]
+    if not first.is_cuda or first.dtype not in FLOATS or 0 in [t.numel() for t in tensors]:
         return False
+    if len({t.dtype for t in summands}) > 1 or len({t.get_device() for t in summands}) > 1:
+        return False
+    kept = [mask for mask in masks if mask is not None]
+    if _all_contiguous(summands) and _all_contiguous(kept):  # the usual case, checked quickly
+        return len({t.get_device() for t in (first, *kept)}) == 1
     return all(
-        tensor.dtype == other.dtype == first.dtype
-        and tensor.get_device() == other.get_device() == first.get_device()
-        and tensor.numel() > 0
-        and walk_alike(tensor, other)
-        and (mask is None or walk_alike(tensor, mask))
+        walk_alike(tensor, other) and (mask is None or walk_alike(tensor, mask))
         for tensor, other, mask in zip(tensors, others, masks, strict=True)
     )
 
