@@ -53,6 +53,8 @@ BAD_FILES = ("tests/artifact/test_bad_files.py",)
 LAYOUTS = ("tests/test_layouts.py",)
 SHARDS = ("tests/test_sharding.py",)
 COVERAGE = ("tests/test_coverage.py",)
+GRAPHED = ("tests/optim/test_graphed_step.py",)
+COMBINED = ("tests/optim/test_combined_gradients.py",)
 CHAINS = ("tests/operators/test_chain.py",)
 PARTS = ("tests/test_split_batch.py",)
 TRANSFORMERS = ("tests/integrations/test_transformers.py",)
@@ -85,7 +87,10 @@ MUTANTS = [
         INTERRUPTS,
     ),
     Mutant(
-        "optim/cram.py", "elif not self._guard.check(hidden + combined):", "elif False:", REFUSED
+        "optim/cram.py",
+        "elif not self._guard.check(hidden + combined, bad):",
+        "elif False:",
+        REFUSED,
     ),
     Mutant("optim/cram.py", "rng_state.restore()", "pass", STEP),
     Mutant(
@@ -110,6 +115,12 @@ MUTANTS = [
         "1 / length",
         STEP + REFUSED,
     ),
+    Mutant("optim/gradients.py", "kept.get(number)", "None", COMBINED),
+    Mutant("optim/gradients.py", "not bool(bad)", "True", COMBINED),
+    Mutant("optim/graphed_step.py", "torch.clear_autocast_cache()", "pass", GRAPHED),
+    Mutant("optim/graphed_step.py", "self._loss.clone()", "self._loss", GRAPHED),
+    Mutant("optim/graphed_step.py", "            step._graphs = None", "            pass", GRAPHED),
+    Mutant("optim/graphs.py", "rate.fill_(group", "(group", GRAPHED),
     Mutant("optim/wrapper.py", "        load_extra_state()\n", "", STATE),
     Mutant("optim/checks.py", "id(parameter) not in known", "False", REFUSED),
     Mutant(

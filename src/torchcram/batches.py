@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -124,21 +124,41 @@ def _lengths(batch: object) -> list[int]:
     return []
 
 
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Returns a batch of the same type with `function` applied to its tensors.
+
+    Args:
+        batch: Tensor, or tuples, lists and mappings of tensors. What is no tensor stays as it is.
+        function: Function from tensors to tensors.
+    """
+    mapped: Any = batch
+    if isinstance(batch, Tensor):
+        mapped = function(batch)
+    else:
+        mapped = _rebuild(batch, lambda part: map_tensors(part, function))
+    return mapped  # type: ignore[no-any-return]
+
+
 def _rows(batch: Any, rows: slice, count: int) -> Any:  # noqa: ANN401
     """Returns some rows of a batch of `count` samples, in a batch of the same type."""
     if isinstance(batch, Tensor):
         return batch[rows] if batch.dim() else batch
+    if type(batch) in (tuple, list) and len(batch) == count and not _has_tensors(batch):
+        return batch[rows]  # an entry per sample
+    return _rebuild(batch, lambda part: _rows(part, rows, count))
+
+
+def _rebuild(batch: Any, each: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    """Applies `each` to the members of a mapping, list or tuple; returns one of the same type."""
     if isinstance(batch, Mapping):
-        by_key = {key: _rows(value, rows, count) for key, value in batch.items()}
+        by_key = {key: each(value) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return by_key
         batch = copy.copy(batch)
         batch.update(by_key)
         return batch
     if isinstance(batch, (tuple, list)):
-        if type(batch) in (tuple, list) and len(batch) == count and not _has_tensors(batch):
-            return batch[rows]  # an entry per sample
-        parts = [_rows(part, rows, count) for part in batch]
+        parts = [each(part) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 
