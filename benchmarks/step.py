@@ -1,9 +1,12 @@
 """The cost of one training step: SAM, CrAM and CrAM+ as multiples of the plain step.
 
     python benchmarks/step.py [--device cpu|cuda] [--work resnet20 ... decoder]
-                              [--methods plain SAM CrAM CrAM+] [--rounds N] [--graphs] [--compile]
+                              [--methods plain SAM CrAM CrAM+ "CrAM+ 1.0x"]
+                              [--rounds N] [--graphs] [--compile]
 
-Two forward-backward passes make the floor of 2.0x, less the optimizer step that is taken only once.
+All methods see the same number of samples per step. Two forward-backward passes over the whole
+batch make the floor of 2.0x, less the optimizer step that is taken only once. With half of the
+batch at the compressed point the floor is 1.5x, and 1.0x with the other half at the dense point.
 Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
 convolutions in channels_last. Where the plain step waits for the host, so does all that is done
 beside it; `--graphs` captures all steps as CUDA graphs, which leaves the work itself; `--compile`
@@ -30,19 +33,47 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
-from torchcram import CRAM, CRAM_PLUS, SAM, CrAM, GlobalTopK
+from torchcram import (
+    CRAM,
+    CRAM_PLUS,
+    SAM,
+    CrAM,
+    GlobalTopK,
+    GraphedStep,
+    UpdateRule,
+    split_batch,
+)
 from torchcram.experiments.models import resnet20
-from torchcram.optim.graphs import GraphedStep
 
 OPERATORS = [GlobalTopK(sparsity) for sparsity in (0.5, 0.7, 0.8, 0.9, 0.95)]
-METHODS: dict[str, Callable[[nn.Module, Optimizer], Optimizer] | None] = {
-    "plain": None,
-    "SAM": lambda model, base: CrAM(model, base, (), rule=SAM),
-    "CrAM": lambda model, base: CrAM(model, base, OPERATORS, rule=CRAM),
-    "CrAM+": lambda model, base: CrAM(model, base, OPERATORS, rule=CRAM_PLUS),
-    "CrAM+, no finite check": lambda model, base: CrAM(
-        model, base, OPERATORS, rule=CRAM_PLUS, check_finite=False
-    ),
+WHOLE, HALF = 1.0, 0.5
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: a rule, and the shares of a batch that its passes take."""
+
+    rule: UpdateRule | None = None  # None for the base optimizer alone
+    dense_share: float = WHOLE
+    compressed_share: float = WHOLE
+    check_finite: bool = True
+
+    def wrap(self, model: nn.Module, base: Optimizer) -> Optimizer:
+        """The optimizer that trains `model`."""
+        if self.rule is None:
+            return base
+        operators = OPERATORS if self.rule.compresses else ()
+        return CrAM(model, base, operators, rule=self.rule, check_finite=self.check_finite)
+
+
+METHODS = {
+    "plain": Method(),
+    "SAM": Method(SAM),
+    "CrAM": Method(CRAM),
+    "CrAM+": Method(CRAM_PLUS),
+    "CrAM+ 1.5x": Method(CRAM_PLUS, WHOLE, HALF),
+    "CrAM+ 1.0x": Method(CRAM_PLUS, HALF, HALF),
+    "CrAM+, no finite check": Method(CRAM_PLUS, check_finite=False),
 }
 
 
@@ -52,17 +83,17 @@ class Work:
 
     title: str
     build: Callable[[], nn.Module]
-    batch: Callable[[torch.device], tuple[Tensor, ...]]
+    batch: Callable[[torch.device], tuple[Tensor, Tensor]]
     optimizer: Callable[[nn.Module, bool], Optimizer]
     steps: int
 
 
-def _images(count: int, size: int, classes: int, device: torch.device) -> tuple[Tensor, ...]:
+def _images(count: int, size: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     images = torch.randn(count, 3, size, size, device=device)
     return images, torch.randint(classes, (count,), device=device)
 
 
-def _tokens(count: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+def _tokens(count: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(1000, 30000, (count, length), device=device)
     return tokens, torch.randint(length, (count, 2), device=device)
 
@@ -74,7 +105,7 @@ def _resnet50() -> nn.Module:
     return model
 
 
-def _text(count: int, length: int, vocabulary: int, device: torch.device) -> tuple[Tensor, ...]:
+def _text(count: int, length: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(vocabulary, (count, length + 1), device=device)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -107,42 +138,54 @@ def _adamw(model: nn.Module, fused: bool) -> Optimizer:
 
 def works(device: torch.device) -> dict[str, Work]:
     """The models at sizes that suit the device."""
-    if device.type == "cuda":
-        small, large, tokens, steps = 128, 128, (16, 384), 10
-        size, shape, text = "1.09 B parameters", (2048, 19), (8, 1024)
-    else:
-        small, large, tokens, steps = 32, 16, (2, 128), 2
-        size, shape, text = "36 M parameters", (512, 1), (1, 64)
-    sizes = {"resnet50": 224 if device.type == "cuda" else 64, "resnet50-64": 64}
+    cuda = device.type == "cuda"
+    steps = 10 if cuda else 2
+    # by name: batch, or batch and length
+    small = {"resnet20": 128, "resnet20-1024": 1024} if cuda else {"resnet20": 32}
+    large = {"resnet50": 128, "resnet50-256": 256} if cuda else {"resnet50": 16}
+    texts = {"bert": (16, 384), "bert-32": (32, 384)} if cuda else {"bert": (2, 128)}
+    images = {name: (batch, 224 if cuda else 64) for name, batch in large.items()}
+    images["resnet50-64"] = (large["resnet50"], 64)
+    size, shape = ("1.09 B parameters", (2048, 19)) if cuda else ("36 M parameters", (512, 1))
+    text = (8, 1024) if cuda else (2, 64)
     residual = {
         name: Work(
-            f"ResNet50, {size}x{size}, batch {large}",
+            f"ResNet20, 32x32, batch {batch}",
+            resnet20,
+            partial(_images, batch, 32, 10),
+            _sgd,
+            3 * steps,
+        )
+        for name, batch in small.items()
+    }
+    residual |= {
+        name: Work(
+            f"ResNet50, {side}x{side}, batch {batch}",
             _resnet50,
-            partial(_images, large, size, 1000),
+            partial(_images, batch, side, 1000),
             _sgd,
             steps,
         )
-        for name, size in sizes.items()
+        for name, (batch, side) in images.items()
     }
-    images = partial(_images, small, 32, 10)
-    return {
-        "resnet20": Work(f"ResNet20, 32x32, batch {small}", resnet20, images, _sgd, 3 * steps),
-        **residual,
-        "bert": Work(
-            f"BERT-base QA, batch {tokens[0]}, length {tokens[1]}",
+    encoders = {
+        name: Work(
+            f"BERT-base QA, batch {batch}, length {length}",
             _SpanScores,
-            partial(_tokens, *tokens),
+            partial(_tokens, batch, length),
             _adamw,
             steps,
-        ),
-        "decoder": Work(
-            f"decoder of {size}, batch {text[0]}, length {text[1]}",
-            partial(_decoder, *shape),
-            partial(_text, *text, 32000),
-            _adamw,
-            steps,
-        ),
+        )
+        for name, (batch, length) in texts.items()
     }
+    decoder = Work(
+        f"decoder of {size}, batch {text[0]}, length {text[1]}",
+        partial(_decoder, *shape),
+        partial(_text, *text, 32000),
+        _adamw,
+        steps,
+    )
+    return {**residual, **encoders, "decoder": decoder}
 
 
 class Run:
@@ -161,32 +204,47 @@ class Run:
         torch.manual_seed(0)
         with device:  # random numbers for a billion weights are drawn where they are quick
             self.model = work.build()
-        self.inputs, self.target = work.batch(device)
+        inputs, labels = work.batch(device)
         if cuda:
             self.model = self.model.to(memory_format=torch.channels_last)
-            if self.inputs.dim() == 4:
-                self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
+            if inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+        self.batch = (inputs, labels)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=cuda)
-        base = work.optimizer(self.model, cuda)
-        wrap = METHODS[method]
-        self.optimizer = base if wrap is None else wrap(self.model, base)
+        self.shares = (METHODS[method].dense_share, METHODS[method].compressed_share)
+        self.optimizer = METHODS[method].wrap(self.model, work.optimizer(self.model, cuda))
         self.device = device
         self.scores = compile_(self.model) if compiled else self.model
         self.take: Callable[[], object] = self.step
         if graphs:
-            self.take = GraphedStep(self.model, self.optimizer, self.step)
+            graphed_step = GraphedStep(
+                self.model,
+                self.optimizer,
+                self.loss_of,
+                dense_share=self.shares[0],
+                compressed_share=self.shares[1],
+            )
+            self.take = partial(graphed_step, self.batch)
 
-    def closure(self) -> Tensor:
-        """The loss of the batch, with gradients."""
-        self.optimizer.zero_grad()
+    def loss_of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of a batch."""
+        inputs, labels = batch
         with self.autocast:
-            loss = cross_entropy(self.scores(self.inputs), self.target)
+            return cross_entropy(self.scores(inputs), labels)
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of a batch, with gradients."""
+        self.optimizer.zero_grad()
+        loss = self.loss_of(batch)
         loss.backward()
         return loss.detach()
 
     def step(self) -> None:
         """Takes a step."""
-        self.optimizer.step(self.closure)  # type: ignore[arg-type]
+        whole = self.shares == (WHOLE, WHOLE)
+        parts = (self.batch,) if whole else split_batch(self.batch, *self.shares)
+        step: Callable[..., object] = self.optimizer.step
+        step(*(partial(self.backward, part) for part in parts))
 
     def milliseconds(self, steps: int) -> float:
         """The mean time of a step, out of `steps` in a row."""
@@ -200,10 +258,10 @@ class Run:
 
 def compile_(model: nn.Module) -> nn.Module:
     """Compiles the blocks that a model repeats, one for all of them; else the model as a whole."""
-    repeated = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    repeated = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for block in (block for blocks in repeated for block in blocks):
-        block.compile()
-    return model if repeated else torch.compile(model)  # type: ignore[return-value]
+        block.compile(dynamic=False)  # the shapes are those of the whole batch and of a half
+    return model if repeated else torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 
 def peak_megabytes(name: str, method: str, kind: str, compiled: bool) -> float:
@@ -252,9 +310,9 @@ def measure(
             times[method].append(run.milliseconds(work.steps))
     gc.enable()
     plain = statistics.median(times["plain"])
-    for method, found in times.items():
-        middle = statistics.median(found)
-        spread = (max(found) - min(found)) / 2
+    for method, measured in times.items():
+        middle = statistics.median(measured)
+        spread = (max(measured) - min(measured)) / 2
         print(
             f"  {method:<24}{middle:>9.2f} ms +-{spread:>6.2f}{middle / plain:>8.3f}x"
             f"{peaks[method]:>9.0f} MB",
@@ -269,13 +327,18 @@ def main() -> None:
     parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--work", nargs="+", default=["resnet20", "resnet50", "resnet50-64", "bert"]
+        "--work",
+        nargs="+",
+        default=["resnet20", "resnet50", "resnet50-64", "bert"],
+        help="on CUDA also resnet20-1024, resnet50-256, bert-32; anywhere decoder",
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--graphs", action="store_true", help="capture steps as CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="compile the model")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if arguments.graphs and device.type != "cuda":
+        parser.error("--graphs needs --device cuda")
     methods = ["plain", *(method for method in arguments.methods if method != "plain")]
     print(machine(device), flush=True)
     for name in arguments.work:

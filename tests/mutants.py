@@ -53,7 +53,12 @@ BAD_FILES = ("tests/artifact/test_bad_files.py",)
 LAYOUTS = ("tests/test_layouts.py",)
 SHARDS = ("tests/test_sharding.py",)
 COVERAGE = ("tests/test_coverage.py",)
+GRAPHED = ("tests/optim/test_graphed_step.py",)
+COMBINED = ("tests/optim/test_combined_gradients.py",)
 CHAINS = ("tests/operators/test_chain.py",)
+PARTS = ("tests/test_split_batch.py",)
+TRANSFORMERS = ("tests/integrations/test_transformers.py",)
+LIGHTNING = ("tests/integrations/test_lightning.py",)
 
 MUTANTS = [
     Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
@@ -82,7 +87,10 @@ MUTANTS = [
         INTERRUPTS,
     ),
     Mutant(
-        "optim/cram.py", "elif not self._guard.check(hidden + combined):", "elif False:", REFUSED
+        "optim/cram.py",
+        "elif not self._guard.check(hidden + combined, bad):",
+        "elif False:",
+        REFUSED,
     ),
     Mutant("optim/cram.py", "rng_state.restore()", "pass", STEP),
     Mutant(
@@ -107,6 +115,12 @@ MUTANTS = [
         "1 / length",
         STEP + REFUSED,
     ),
+    Mutant("optim/gradients.py", "kept.get(number)", "None", COMBINED),
+    Mutant("optim/gradients.py", "not bool(bad)", "True", COMBINED),
+    Mutant("optim/graphed_step.py", "torch.clear_autocast_cache()", "pass", GRAPHED),
+    Mutant("optim/graphed_step.py", "self._loss.clone()", "self._loss", GRAPHED),
+    Mutant("optim/graphed_step.py", "            step._graphs = None", "            pass", GRAPHED),
+    Mutant("optim/graphs.py", "rate.fill_(group", "(group", GRAPHED),
     Mutant("optim/wrapper.py", "        load_extra_state()\n", "", STATE),
     Mutant("optim/checks.py", "id(parameter) not in known", "False", REFUSED),
     Mutant(
@@ -166,6 +180,27 @@ MUTANTS = [
     Mutant("artifact/integers.py", "[*range(sign), -0.0,", "[*range(sign), 0.0,", FILES),
     Mutant("artifact/format.py", "if len(shape) > MOST_DIMENSIONS:", "if False:", BAD_FILES),
     Mutant("artifact/codec.py", "_has_other_bytes(values):", "False:", BAD_FILES),
+    Mutant("batches.py", "begin = count - _nearest(compressed, count)", "begin = end", PARTS),
+    Mutant("batches.py", "        first = second = slice(0, count)", "        raise", PARTS),
+    Mutant("batches.py", "return batch[rows]  # an entry", "return batch  # an entry", PARTS),
+    Mutant(
+        "integrations/transformers.py",
+        "compressed_items = self._compressed_items",
+        "compressed_items = num_items_in_batch",
+        TRANSFORMERS,
+    ),
+    Mutant(
+        "integrations/lightning/compressed_pass.py",
+        "return training_step(dense, *args)",
+        "return training_step(batch, *args)",
+        LIGHTNING,
+    ),
+    Mutant(
+        "integrations/lightning/compressed_pass.py",
+        "vars(owner).pop(name, None)",
+        "pass",
+        LIGHTNING,
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from torchcram import CRAM_PLUS, NM, CrAM, GlobalTopK, Quantize, UniformTopK, sparsity
 from torchcram.artifact.integers import fit
-from torchcram.selection import keep_largest
+from torchcram.selection import keep_largest, keep_largest_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,8 +38,12 @@ def test_selection_over_many_real_sizes(dtype):
         moved = [t.cuda().to(memory_format=form) if t.dim() == 4 else t.cuda() for t in tensors]
         for keep in (1, total // 20, total // 2, total - 3):
             masks = keep_largest(moved, keep)
-            for mask, expected in zip(masks, by_sorting(tensors, keep), strict=True):
-                assert torch.equal(mask.cpu(), expected)
+            pruned = [t.clone() for t in moved]
+            again = keep_largest_(pruned, keep)
+            for i, expected in enumerate(by_sorting(tensors, keep)):
+                assert torch.equal(masks[i].cpu(), expected)
+                assert torch.equal(again[i], masks[i])
+                assert torch.equal(pruned[i], moved[i].masked_fill(~masks[i], 0))
 
 
 @pytest.mark.parametrize("operator", [Quantize(8), Quantize(4), Quantize(3, 16)], ids=str)

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchcram import selection
-from torchcram.selection import Shards, count_kept, keep_largest, keep_largest_each
+from torchcram.selection import (
+    Shards,
+    count_kept,
+    keep_largest,
+    keep_largest_,
+    keep_largest_each,
+)
+from torchcram.weights import fused_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 KINDS = ["distinct", "tied", "constant", "zeros", "wild"]
@@ -184,3 +191,50 @@ def test_what_processes_add_up_is_small_and_exact(each):
     assert sum(int(mask.sum()) for mask in masks) == 207
     assert {counts.dtype for counts in sent} == {torch.int64}  # floats would round large counts
     assert sum(counts.nbytes for counts in sent) < 20_000
+
+
+@settings(deadline=None, max_examples=50)
+@given(tensor_lists(), st.floats(0, 1, exclude_max=True))
+def test_all_but_the_largest_are_zeroed(tensors, sparsity):
+    keep = count_kept(sum(t.numel() for t in tensors), sparsity)
+    pruned = [t.clone() for t in tensors]
+    masks = keep_largest_(pruned, keep)
+    for small, tensor, mask, expected in zip(
+        pruned, tensors, masks, by_sorting(tensors, keep), strict=True
+    ):
+        assert torch.equal(mask, expected)
+        assert torch.equal(small, tensor.masked_fill(~expected, 0))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+def test_all_but_the_largest_are_zeroed_by_the_kernel(monkeypatch, strided):
+    cuda = pytest.importorskip("torchcram.kernels.cuda")
+    calls = []
+
+    def select(*args, **options):
+        calls.append(options)
+        return cuda.keep_largest(*args, **options)
+
+    monkeypatch.setattr(selection, "_kernel_for", lambda _: select)
+    monkeypatch.setattr(selection, "cuda_kernels", lambda: cuda)
+    monkeypatch.setattr(selection, "fused_kernels", lambda: cuda)
+    tensors = [make("tied", (40, 7), torch.float32, seed) for seed in (0, 1)]
+    pruned = [t.clone() for t in tensors]
+    if strided:  # the kernel selects from a copy, which it must not zero instead
+        pruned[0] = torch.cat([pruned[0], pruned[0]], dim=1)[:, :7]
+    masks = keep_largest_(pruned, 100)
+    for small, tensor, mask, expected in zip(
+        pruned, tensors, masks, by_sorting(tensors, 100), strict=True
+    ):
+        assert torch.equal(mask, expected)
+        assert torch.equal(small, tensor.masked_fill(~expected, 0))
+    assert calls == ([{}] if strided else [{"zero": True}])
+    with pytest.raises(ValueError, match="cannot keep 1000 of 560 values"):
+        keep_largest_(pruned, 1000)
+
+
+def test_kernels_for_several_things_at_once_are_enabled_by_the_environment(monkeypatch):
+    monkeypatch.setattr("torchcram.weights.cuda_kernels", lambda: "kernels")
+    assert fused_kernels() is None
+    monkeypatch.setenv("TORCHCRAM_FUSED_STEP", "1")
+    assert fused_kernels() == "kernels"

@@ -1,7 +1,9 @@
 """Splitting a batch between the dense and the compressed pass, and steps on the parts."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
+from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchcram import C_SAM, CRAM_PLUS, CrAM, split_batch
-from torchcram.batches import split_rows
+from torchcram.batches import split_rows, split_unless_short
 
 Pair = namedtuple("Pair", "inputs labels")
 shares = st.floats(0.01, 1)
@@ -65,6 +67,43 @@ def test_batches_keep_their_type():
     assert (last["name"], last["scale"].item()) == ("digits", 2.0)
 
 
+def test_lists_with_an_entry_per_sample_are_split():
+    x = torch.zeros(4, 1)
+    batch = {"x": x, "text": ["a", "b", "c", "d"], "sizes": ((1, 2), (3, 4), (5, 6), (7, 8))}
+    batch |= {"split": ["train", "validation"], "scales": [torch.tensor(2.0)] * 4}
+    first, second = split_batch(batch, 1, 0.5)
+    assert first["text"] == batch["text"]
+    assert second["text"] == ["c", "d"]
+    assert second["sizes"] == ((5, 6), (7, 8))
+    assert second["split"] == ["train", "validation"]  # not an entry per sample
+    assert len(second["scales"]) == 4
+    names = namedtuple("Names", "a b c d")(*"abcd")
+    assert split_batch((x, names))[1][1] == names
+
+
+def test_mappings_of_other_types():
+    filled = defaultdict(list, x=torch.arange(4))
+    first, _ = split_batch(filled)
+    assert first["x"].tolist() == [0, 1]
+    assert first["new"] == []  # the default factory is kept
+    assert filled["x"].tolist() == [0, 1, 2, 3]
+    frozen = MappingProxyType({"x": torch.arange(4)})
+    assert split_batch(frozen)[1]["x"].tolist() == [2, 3]
+
+
+def test_short_batches_may_be_taken_whole():
+    x = torch.arange(1)
+    first, second = split_unless_short({"x": x}, 0.5, 0.5)
+    assert torch.equal(first["x"], x)
+    assert torch.equal(second["x"], x)
+    first, second = split_unless_short(torch.arange(3), 1, 0.5)
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2], [1, 2])
+    with pytest.raises(ValueError, match="the dense share must be above 0"):
+        split_unless_short(x, -1, 0.5)
+    with pytest.raises(ValueError, match="cannot be split"):
+        split_unless_short((x, torch.arange(2)), 0.5, 0.5)
+
+
 @pytest.mark.parametrize(
     ("batch", "shares", "message"),
     [
@@ -74,6 +113,11 @@ def test_batches_keep_their_type():
         (torch.zeros(1), (0.5, 0.5), "leave a pass without a sample in a batch of 1"),
         (torch.zeros(0), (1, 1), "leave a pass without a sample in a batch of 0"),
         ((torch.zeros(4), torch.zeros(5)), (1, 1), r"as many samples each, got \[4, 5\]"),
+        (
+            {"x": torch.zeros(4), "tokens": [torch.zeros(9)], "name": "a"},
+            (1, 1),
+            r"a batch of dict cannot be split: .* got \[4, 9\] \(x: 4; tokens: 9\)",
+        ),
         ({"text": "no tensors"}, (1, 1), "got no tensors"),
     ],
 )
@@ -140,6 +184,37 @@ def test_statistics_are_those_of_the_dense_part():
     twin(first[0])
     for name, value in twin.named_buffers():
         assert torch.equal(value, loop.model.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("rule", [CRAM_PLUS, C_SAM])
+@pytest.mark.parametrize("shares", [(1, 0.5), (0.5, 0.5)])
+def test_micro_batches_are_one_batch_with_the_same_parts(rule, shares):
+    ours, theirs = Loop(rule), Loop(rule)
+    for loop in (ours, theirs):
+        loop.model.double()
+        loop.model[1] = nn.Identity()  # statistics of batch norm are those of a micro-batch
+    for _ in range(3):
+        inputs, labels = batch_of()
+        chunks = zip(inputs.double().chunk(4), labels.chunk(4), strict=True)
+        passes = list(zip(*(split_batch(chunk, *shares) for chunk in chunks), strict=True))
+        united = [[torch.cat(values) for values in zip(*parts, strict=True)] for parts in passes]
+        theirs.by_hand(*united)
+        for number, parts in enumerate((passes[0], *([passes[1]] * len(rule.passes)))):
+            with ours.optimizer.compressed() if number else nullcontext():
+                for part in parts:
+                    (loss_on(ours.model, part) / 4).backward()
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+    torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict())
+
+
+def test_a_batch_that_cannot_be_split_changes_nothing():
+    loop = Loop()
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with pytest.raises(ValueError, match="leave a pass without a sample"):
+        loop.by_closures(*split_batch(batch_of(1)))
+    assert all(torch.equal(before[name], v) for name, v in loop.model.state_dict().items())
+    loop.by_closures(*split_batch(batch_of()))
 
 
 def test_a_compressed_closure_needs_the_other():

@@ -28,7 +28,17 @@ if TYPE_CHECKING:
         parse_operator,
         register_operator,
     )
-    from torchcram.optim import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, CrAM, UpdateRule
+    from torchcram.optim import (
+        C_SAM,
+        CRAM,
+        CRAM_PLUS,
+        SAM,
+        TOPK,
+        TOPK_PLUS,
+        CrAM,
+        GraphedStep,
+        UpdateRule,
+    )
     from torchcram.weights import (
         CoverageWarning,
         Masks,
@@ -53,6 +63,7 @@ __all__ = [
     "CoverageWarning",
     "CrAM",
     "GlobalTopK",
+    "GraphedStep",
     "Masks",
     "Operator",
     "Quantize",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ def split_batch(batch: Batch, dense: float = 0.5, compressed: float = 0.5) -> tu
 
     Args:
         batch: Tensor, or tuples, lists and mappings of tensors, all of them with the samples in
-            dimension 0. What is no tensor goes into both parts as it is.
+            dimension 0. Lists and tuples without tensors, such as a list of strings, are split if
+            they have an entry per sample. Everything else goes into both parts as it is.
         dense: Share of the batch in the pass at w, above 0 and at most 1.
         compressed: Share of the batch in the passes at w~, above 0 and at most 1.
 
@@ -37,14 +39,27 @@ def split_batch(batch: Batch, dense: float = 0.5, compressed: float = 0.5) -> tu
             batch has no tensors or tensors of different lengths.
     """
     check_shares(dense, compressed)
-    lengths = sorted(set(_lengths(batch)))
-    if len(lengths) != 1:
-        raise ValueError(
-            f"a batch of {type(batch).__name__} cannot be split: it must hold tensors with as many "
-            f"samples each, got {lengths or 'no tensors'}"
-        )
-    first, second = split_rows(lengths[0], dense, compressed)
-    return _rows(batch, first), _rows(batch, second)
+    count = _count_samples(batch)
+    first, second = split_rows(count, dense, compressed)
+    return _rows(batch, first, count), _rows(batch, second, count)
+
+
+def split_unless_short(batch: Batch, dense: float, compressed: float) -> tuple[Batch, Batch]:
+    """Splits a batch as `split_batch` does, unless it has too few samples for its shares.
+
+    Such a batch, often the last one of an epoch, goes into both parts as a whole.
+
+    Raises:
+        ValueError: If a share is out of range, or if the batch has no tensors or tensors of
+            different lengths.
+    """
+    check_shares(dense, compressed)
+    count = _count_samples(batch)
+    try:
+        first, second = split_rows(count, dense, compressed)
+    except ValueError:
+        first = second = slice(0, count)
+    return _rows(batch, first, count), _rows(batch, second, count)
 
 
 def split_rows(count: int, dense: float, compressed: float) -> tuple[slice, slice]:
@@ -78,6 +93,26 @@ def check_shares(dense: float, compressed: float) -> None:
             raise ValueError(f"the {name} share must be above 0 and at most 1, got {share!r}")
 
 
+def _count_samples(batch: object) -> int:
+    """Returns the number of samples in a batch.
+
+    Raises:
+        ValueError: If the batch has no tensors or tensors of different lengths.
+    """
+    lengths = sorted(set(_lengths(batch)))
+    if len(lengths) == 1:
+        return lengths[0]
+    summary = str(lengths or "no tensors")
+    if lengths and isinstance(batch, Mapping):
+        by_key = {key: sorted(set(_lengths(value))) for key, value in batch.items()}
+        listed = (f"{key}: {', '.join(map(str, own))}" for key, own in by_key.items() if own)
+        summary += f" ({'; '.join(listed)})"
+    raise ValueError(
+        f"a batch of {type(batch).__name__} cannot be split: it must hold tensors with as many "
+        f"samples each, got {summary}"
+    )
+
+
 def _lengths(batch: object) -> list[int]:
     """Returns the number of samples of every tensor in a batch."""
     if isinstance(batch, Tensor):
@@ -89,15 +124,49 @@ def _lengths(batch: object) -> list[int]:
     return []
 
 
-def _rows(batch: Any, rows: slice) -> Any:  # noqa: ANN401
-    """Returns some rows of every tensor in a batch, in a batch of the same type."""
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Returns a batch of the same type with `function` applied to its tensors.
+
+    Args:
+        batch: Tensor, or tuples, lists and mappings of tensors. What is no tensor stays as it is.
+        function: Function from tensors to tensors.
+    """
+    mapped: Any = batch
+    if isinstance(batch, Tensor):
+        mapped = function(batch)
+    else:
+        mapped = _rebuild(batch, lambda part: map_tensors(part, function))
+    return mapped  # type: ignore[no-any-return]
+
+
+def _rows(batch: Any, rows: slice, count: int) -> Any:  # noqa: ANN401
+    """Returns some rows of a batch of `count` samples, in a batch of the same type."""
     if isinstance(batch, Tensor):
         return batch[rows] if batch.dim() else batch
+    if type(batch) in (tuple, list) and len(batch) == count and not _has_tensors(batch):
+        return batch[rows]  # an entry per sample
+    return _rebuild(batch, lambda part: _rows(part, rows, count))
+
+
+def _rebuild(batch: Any, each: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    """Applies `each` to the members of a mapping, list or tuple; returns one of the same type."""
     if isinstance(batch, Mapping):
-        parts = {key: _rows(value, rows) for key, value in batch.items()}
-        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_rows(part, rows) for part in batch))
+        by_key = {key: each(value) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return by_key
+        batch = copy.copy(batch)
+        batch.update(by_key)
+        return batch
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_rows(part, rows) for part in batch)
+        parts = [each(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+def _has_tensors(batch: object) -> bool:
+    """Returns whether a batch holds tensors, scalars included."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (tuple, list)):
+        return any(map(_has_tensors, batch))
+    return isinstance(batch, Tensor)

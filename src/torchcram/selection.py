@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchcram.layers import Weights, part_here
-from torchcram.weights import cuda_kernels
+from torchcram.weights import cuda_kernels, fused_kernels, zero_unmasked_
 
 WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other ranks
 SAMPLE = 1 << 16  # keys from which the k-th key is estimated
@@ -70,6 +70,24 @@ def count_kept(numel: int, sparsity: float) -> int:
     return numel - round(sparsity * numel)
 
 
+def keep_largest_(tensors: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """Zeroes all but the `keep` largest magnitudes of all `tensors` together; returns the masks.
+
+    The same as `keep_largest` and `zero_unmasked_`; on CUDA one kernel does both.
+
+    Args:
+        tensors: Tensors, as for `keep_largest`, that are not sharded.
+        keep: Number of values to keep, between none and all.
+    """
+    select = None if fused_kernels() is None else _kernel_for(tensors)
+    if select is None or not all(map(_has_layout, tensors)):
+        masks = keep_largest(tensors, keep)
+        zero_unmasked_(tensors, masks)
+        return masks
+    _check_count(tensors, keep)
+    return select(tensors, [keep], (0,) * len(tensors), zero=True)
+
+
 def keep_largest(
     tensors: Sequence[Tensor], keep: int, *, shards: Shards | Sequence[Shards] | None = None
 ) -> list[Tensor]:
@@ -83,9 +101,7 @@ def keep_largest(
             an entry for each (`WHOLE` for tensors that are not sharded). `keep` then counts values
             of the whole tensors, and the masks are those of the local parts.
     """
-    total = sum([tensor.numel() for tensor in tensors])
-    if keep < 0 or (shards is None and keep > total):
-        raise ValueError(f"cannot keep {keep} of {total} values")
+    _check_count(tensors, keep, sharded=shards is not None)
     if not tensors:
         return []
     tensors = comparable(tensors)
@@ -96,6 +112,12 @@ def keep_largest(
     if (select := _kernel_for(tensors)) is not None:
         return select(tensors, [keep], (0,) * len(tensors))
     return _masks(tensors, kth_largest(tensors, keep))
+
+
+def _check_count(tensors: Sequence[Tensor], keep: int, *, sharded: bool = False) -> None:
+    total = sum([tensor.numel() for tensor in tensors])
+    if keep < 0 or (not sharded and keep > total):
+        raise ValueError(f"cannot keep {keep} of {total} values")
 
 
 def keep_largest_each(
@@ -307,6 +329,11 @@ def _kernel_for(tensors: Sequence[Tensor]) -> Callable[..., list[Tensor]] | None
         return None
     select: Callable[..., list[Tensor]] = kernels.keep_largest
     return select if 0 not in [tensor.numel() for tensor in tensors] else None
+
+
+def _has_layout(tensor: Tensor) -> bool:
+    kernels = cuda_kernels()
+    return kernels is not None and kernels.layout(tensor) is not None
 
 
 def magnitude_keys(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Called:
 
 @pytest.mark.parametrize("method", ["sgd", "cram-plus-multi"])
 def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method):
-    monkeypatch.setattr(fast, "GraphedStep", Called)
+    monkeypatch.setattr(fast, "StepGraphs", Called)
     given, data = recipe(method=method), digits(train=128, test=10)
     found = []
     for kind in (EagerStep, fast.GraphStep):

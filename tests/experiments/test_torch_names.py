@@ -9,10 +9,11 @@ from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 from torchcram import CrAM
 from torchcram.experiments.recipe import Recipe, ScheduleConfig, load_recipe
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
-from torchcram.experiments.recipe.torch_names import OPTIMIZERS, SCHEDULERS, is_capturable
+from torchcram.experiments.recipe.torch_names import OPTIMIZERS, SCHEDULERS
 from torchcram.experiments.training import cuda_graph_steps as fast
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.schedule import lr_at
+from torchcram.optim.graphs import is_capturable
 
 NO_DECAY = "optimizer.weight_decay=0"
 SCHEDULES = {

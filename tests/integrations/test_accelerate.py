@@ -11,13 +11,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchcram import C_SAM, CRAM_PLUS, CrAM
+from torchcram import C_SAM, CRAM_PLUS, CrAM, split_batch
 
 accelerate = pytest.importorskip("accelerate")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 OPERATORS = ("global:0.5", "nm:2:4")
 CLIP = 0.05
+WHOLE, HALF, HALVES = (1.0, 1.0), (1.0, 0.5), (0.5, 0.5)  # shares of a batch
 
 
 def made(rule=CRAM_PLUS):
@@ -34,13 +35,14 @@ def data():
     return DataLoader(TensorDataset(inputs, labels), 6)  # five batches
 
 
-def train(accelerator, model, optimizer, loader, cram):
-    """The loop of examples/accelerate_loop.py."""
+def train(accelerator, model, optimizer, loader, cram, shares=WHOLE):
+    """The loop of examples/accelerate_loop.py, with shares of every batch."""
     step = []
     for batch in loader:
-        step.append(batch)
+        (inputs, labels), compressed = split_batch(batch, *shares)
+        step.append(compressed)
         with accelerator.accumulate(model):
-            accelerator.backward(cross_entropy(model(batch[0]), batch[1]))
+            accelerator.backward(cross_entropy(model(inputs), labels))
             if accelerator.sync_gradients:
                 for _ in cram.rule.passes:
                     with cram.compressed(grad_scaler=accelerator.scaler):
@@ -54,20 +56,20 @@ def train(accelerator, model, optimizer, loader, cram):
             optimizer.zero_grad()
 
 
-def by_hand(model, optimizer, accumulate):
+def by_hand(model, optimizer, accumulate, shares=WHOLE):
+    def backward(step):
+        for x, y in step:
+            (cross_entropy(model(x), y) / accumulate).backward()
+
+    dense, compressed = (6 * share for share in shares)  # rows of a batch
     batches = list(data())
     for first in range(0, len(batches), accumulate):
         step = batches[first : first + accumulate]
-
-        def backward(step=step):
-            for x, y in step:
-                (cross_entropy(model(x), y) / accumulate).backward()
-
         optimizer.zero_grad()
-        backward()
+        backward([(x[: int(dense)], y[: int(dense)]) for x, y in step])
         for _ in optimizer.rule.passes:
             with optimizer.compressed():
-                backward()
+                backward([(x[6 - int(compressed) :], y[6 - int(compressed) :]) for x, y in step])
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
 
@@ -76,13 +78,23 @@ def accelerator(accumulate=1):
     return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
 
 
-@pytest.mark.parametrize(("rule", "accumulate"), [(CRAM_PLUS, 1), (CRAM_PLUS, 2), (C_SAM, 2)])
-def test_the_weights_are_those_of_a_bare_loop(rule, accumulate):
+@pytest.mark.parametrize(
+    ("rule", "accumulate", "shares"),
+    [
+        (CRAM_PLUS, 1, WHOLE),
+        (CRAM_PLUS, 2, WHOLE),
+        (C_SAM, 2, WHOLE),
+        (CRAM_PLUS, 1, HALVES),
+        (CRAM_PLUS, 2, HALF),
+        (C_SAM, 2, HALVES),
+    ],
+)
+def test_the_weights_are_those_of_a_bare_loop(rule, accumulate, shares):
     ours, by = made(rule)
-    by_hand(ours, by, accumulate)
+    by_hand(ours, by, accumulate, shares)
     theirs, cram = made(rule)
     engine = accelerator(accumulate)
-    train(engine, *engine.prepare(theirs, cram, data()), cram)
+    train(engine, *engine.prepare(theirs, cram, data()), cram, shares)
     assert same(snapshot(ours), snapshot(theirs))
     state, expected = cram.state_dict()["cram"], by.state_dict()["cram"]
     assert torch.equal(state["generator"], expected["generator"])
@@ -108,18 +120,19 @@ def test_a_scaler_does_not_change_the_step_or_skips_it(scale, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_to_resume_equals_not_to_stop(tmp_path):
+@pytest.mark.parametrize("shares", [WHOLE, HALVES])
+def test_to_resume_equals_not_to_stop(tmp_path, shares):
     whole, cram = made()
     engine = accelerator(2)
     model, optimizer, loader = engine.prepare(whole, cram, data())
-    train(engine, model, optimizer, loader, cram)
+    train(engine, model, optimizer, loader, cram, shares)
     engine.save_state(str(tmp_path))
-    train(engine, model, optimizer, loader, cram)
+    train(engine, model, optimizer, loader, cram, shares)
 
     again, cram = made()
     torch.nn.init.ones_(again[0].weight)
     engine = accelerator(2)
     model, optimizer, loader = engine.prepare(again, cram, data())
     engine.load_state(str(tmp_path))
-    train(engine, model, optimizer, loader, cram)
+    train(engine, model, optimizer, loader, cram, shares)
     assert same(snapshot(whole), snapshot(again))

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-from torchcram import C_SAM, CRAM, CRAM_PLUS, SAM, CrAM
+from torchcram import C_SAM, CRAM, CRAM_PLUS, SAM, CrAM, split_batch
 
 L = pytest.importorskip("lightning")
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
@@ -30,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
 OPERATORS = ("global:0.5", "nm:2:4", "int4")
+WHOLE, HALF, HALVES = (1.0, 1.0), (1.0, 0.5), (0.5, 0.5)  # shares of a batch
 
 
 def network():
@@ -76,7 +78,7 @@ def loader(found):
     return DataLoader([dict(batch) for batch in found], batch_size=None)
 
 
-def trainer(epochs=2, callbacks=(), **options):
+def trainer(epochs=2, callbacks=(), shares=WHOLE, **options):
     return L.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -84,12 +86,22 @@ def trainer(epochs=2, callbacks=(), **options):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[CompressedPass(), *callbacks],
+        callbacks=[CompressedPass(*shares), *callbacks],
         **options,
     )
 
 
-def by_hand(module, found, *, accumulate=1, clip=None, epochs=2, autocast=nullcontext, scaler=None):
+def by_hand(
+    module,
+    found,
+    *,
+    accumulate=1,
+    clip=None,
+    epochs=2,
+    autocast=nullcontext,
+    scaler=None,
+    split=lambda batch: split_batch(batch, 1, 1),
+):
     """Trains `module.net` as the trainer is to train it, without Lightning."""
     optimizer = module.make(module, SGD(module.parameters(), lr=0.2, momentum=0.9))
     scaler = scaler or GradScaler("cpu", enabled=False)
@@ -104,13 +116,13 @@ def by_hand(module, found, *, accumulate=1, clip=None, epochs=2, autocast=nullco
         for group in optimizer.param_groups:
             group["lr"] = 0.2 * 0.5**epoch
         for first in range(0, len(found), accumulate):
-            step = found[first : first + accumulate]
+            parts = [split(batch) for batch in found[first : first + accumulate]]
             optimizer.zero_grad()
-            backward(step)
+            backward([part for part, _ in parts])
             for _ in optimizer.rule.passes:
                 with optimizer.compressed(grad_scaler=scaler) as needed:
                     if needed:
-                        backward(step)
+                        backward([part for _, part in parts])
             scaler.unscale_(optimizer)
             if clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
@@ -120,20 +132,24 @@ def by_hand(module, found, *, accumulate=1, clip=None, epochs=2, autocast=nullco
 
 
 CASES = [
-    (CRAM_PLUS, 1, None),
-    (CRAM_PLUS, 1, 0.05),
-    (CRAM_PLUS, 2, 0.05),
-    (CRAM, 3, None),
-    (SAM, 2, 0.05),
-    (C_SAM, 2, None),
+    (CRAM_PLUS, 1, None, WHOLE),
+    (CRAM_PLUS, 1, 0.05, WHOLE),
+    (CRAM_PLUS, 2, 0.05, WHOLE),
+    (CRAM, 3, None, WHOLE),
+    (SAM, 2, 0.05, WHOLE),
+    (C_SAM, 2, None, WHOLE),
+    (CRAM_PLUS, 1, None, HALVES),
+    (CRAM_PLUS, 2, 0.05, HALF),
+    (C_SAM, 3, None, (0.75, 0.5)),
 ]
 
 
-@pytest.mark.parametrize(("rule", "accumulate", "clip"), CASES)
-def test_the_weights_are_those_of_a_loop_by_hand(rule, accumulate, clip):
+@pytest.mark.parametrize(("rule", "accumulate", "clip", "shares"), CASES)
+def test_the_weights_are_those_of_a_loop_by_hand(rule, accumulate, clip, shares):
     ours, theirs = Net(rule), Net(rule)
-    optimizer = by_hand(ours, batches(), accumulate=accumulate, clip=clip)
-    fit = trainer(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    split = partial(split_batch, dense=shares[0], compressed=shares[1])
+    optimizer = by_hand(ours, batches(), accumulate=accumulate, clip=clip, split=split)
+    fit = trainer(accumulate_grad_batches=accumulate, gradient_clip_val=clip, shares=shares)
     fit.fit(theirs, loader(batches()))
     assert same(snapshot(ours.net), snapshot(theirs.net))  # batch-norm statistics, too
     state = fit.optimizers[0].state_dict()["cram"]
@@ -148,14 +164,17 @@ def test_plain_steps_are_drawn_alike():
     assert same(snapshot(ours.net), snapshot(theirs.net))
 
 
-def test_bf16_is_that_of_a_loop_by_hand():
+@pytest.mark.parametrize("shares", [WHOLE, HALVES])
+def test_bf16_is_that_of_a_loop_by_hand(shares):
     ours, theirs = Net(), Net()
+    split = partial(split_batch, dense=shares[0], compressed=shares[1])
 
     def autocast():
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
-    by_hand(ours, batches(), accumulate=2, clip=0.05, autocast=autocast)
-    fit = trainer(accumulate_grad_batches=2, gradient_clip_val=0.05, precision="bf16-mixed")
+    by_hand(ours, batches(), accumulate=2, clip=0.05, autocast=autocast, split=split)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "shares": shares}
+    fit = trainer(precision="bf16-mixed", **options)
     fit.fit(theirs, loader(batches()))
     assert same(snapshot(ours.net), snapshot(theirs.net))
 
@@ -215,18 +234,84 @@ def test_replayed_randomness_covers_micro_batches():
     assert len({number for _, number in drawn}) == 4
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_to_resume_equals_not_to_stop(tmp_path, accumulate):
+@pytest.mark.parametrize(("accumulate", "shares"), [(1, WHOLE), (2, WHOLE), (2, HALVES)])
+def test_to_resume_equals_not_to_stop(tmp_path, accumulate, shares):
     options = {"mask_interval": 2}
     whole, first, second = (Net(**options) for _ in range(3))
-    trainer(4, accumulate_grad_batches=accumulate).fit(whole, loader(batches()))
-    half = trainer(2, accumulate_grad_batches=accumulate)
+    options = {"accumulate_grad_batches": accumulate, "shares": shares}
+    trainer(4, **options).fit(whole, loader(batches()))
+    half = trainer(2, **options)
     half.fit(first, loader(batches()))
     half.save_checkpoint(tmp_path / "half.ckpt")
-    fit = trainer(4, accumulate_grad_batches=accumulate)
+    fit = trainer(4, **options)
     fit.fit(second, loader(batches()), ckpt_path=tmp_path / "half.ckpt")
     assert same(snapshot(whole.net), snapshot(second.net))
     assert not same(snapshot(whole.net), snapshot(first.net))
+
+
+class Sizes(L.Callback):
+    """Records the batches that other callbacks see."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # noqa: ARG002
+        self.seen.append(len(batch["x"]))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):  # noqa: ARG002
+        self.seen.append(len(batch["y"]))
+
+
+def test_short_batches_are_taken_whole_and_other_callbacks_see_whole_batches():
+    def split(batch):
+        return split_batch(batch, 1, 0.2) if len(batch["x"]) == 8 else (batch, batch)
+
+    given = [*batches(3), *batches(1, size=2)]  # a fifth of the last one is no sample
+    ours, theirs, sizes = Net(), Net(), Sizes()
+    by_hand(ours, given, accumulate=2, split=split)
+    trainer(shares=(1, 0.2), accumulate_grad_batches=2, callbacks=[sizes]).fit(
+        theirs, loader(given)
+    )
+    assert same(snapshot(ours.net), snapshot(theirs.net))
+    assert sizes.seen == [8, 8, 8, 8, 8, 8, 2, 2] * 2
+
+
+def test_both_passes_see_what_the_module_makes_of_a_batch():
+    class Doubles(Net):
+        def on_train_batch_start(self, batch, batch_idx):  # noqa: ARG002
+            batch["x"] = 2 * batch["x"]
+
+    doubled = [{"x": 2 * batch["x"], "y": batch["y"]} for batch in batches()]
+    ours, theirs = Net(), Doubles()
+    by_hand(ours, doubled)
+    trainer().fit(theirs, loader(batches()))
+    assert same(snapshot(ours.net), snapshot(theirs.net))
+
+
+@pytest.mark.parametrize("shares", [(0, 1), (1, 1.5), (float("nan"), 0.5)])
+def test_shares_are_checked_at_construction(shares):
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got"):
+        CompressedPass(*shares)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"x": torch.randn(1, 8), "y": torch.zeros(1).long()}, "without a sample in a batch of 1"),
+        ({"x": torch.randn(4, 8), "y": torch.zeros(3).long()}, r"got \[3, 4\] \(x: 4; y: 3\)"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused_before_a_step(bad, message):
+    module, fit = Net(), trainer(shares=HALVES)
+    before = snapshot(module.net)
+    with pytest.raises(ValueError, match=message):
+        fit.fit(module, loader([bad, *batches()]))
+    assert same(snapshot(module.net), before)
+    assert "training_step" not in vars(fit.strategy)
+    trainer(shares=HALVES).fit(module, loader(batches()))
+    twin = Net()
+    by_hand(twin, batches(), split=split_batch)
+    assert same(snapshot(module.net), snapshot(twin.net))
 
 
 def test_afterwards_the_optimizer_takes_closures_again():
@@ -235,6 +320,7 @@ def test_afterwards_the_optimizer_takes_closures_again():
     fit.fit(module, loader(batches()))
     callback = fit.callbacks[0]
     assert (callback._optimizer, callback._isolation, callback._micro) == (None, None, [])
+    assert "training_step" not in vars(fit.strategy)
     calls = itertools.count()
 
     def closure():
@@ -261,6 +347,7 @@ def test_training_that_is_broken_off_lets_go_of_the_optimizer(error):
         fit.fit(module, loader(batches()))
     callback = fit.callbacks[0]
     assert (callback._optimizer, callback._isolation, callback._micro) == (None, None, [])
+    assert "training_step" not in vars(fit.strategy)
 
     def closure():
         next(calls)
@@ -315,14 +402,17 @@ def test_manual_optimization_enters_the_pass_itself():
         def training_step(self, batch, batch_idx):
             del batch_idx
             optimizer = self.optimizers()
+            first, second = split_batch(batch)
             optimizer.zero_grad()
-            self.manual_backward(cross_entropy(self.net(batch["x"]), batch["y"]))
+            self.manual_backward(cross_entropy(self.net(first["x"]), first["y"]))
             with optimizer.compressed():
-                self.manual_backward(cross_entropy(self.net(batch["x"]), batch["y"]))
+                self.manual_backward(cross_entropy(self.net(second["x"]), second["y"]))
             optimizer.step()
 
     ours, theirs = Net(), Manual()
-    by_hand(ours, batches(), epochs=1)
+    by_hand(ours, batches(), epochs=1, split=split_batch)
+    with pytest.raises(ValueError, match=r"shares of 0.5 and 0.5.*use torchcram.split_batch"):
+        trainer(epochs=1, shares=HALVES).fit(theirs, loader(batches()))
     trainer(epochs=1).fit(theirs, loader(batches()))
     assert same(snapshot(ours.net), snapshot(theirs.net))
 

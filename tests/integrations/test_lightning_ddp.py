@@ -27,7 +27,7 @@ class Net(L.LightningModule):
         self.found = torch.nn.Parameter(torch.zeros(2), requires_grad=False)  # comes back
 
     def loader(self):
-        """The share of this process: of two, every other sample."""
+        """The share of this process: of two, every other sample, also in each half of a batch."""
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(64, 8, generator=generator)
         data = TensorDataset(inputs, torch.randint(4, (64,), generator=generator))
@@ -63,7 +63,7 @@ def fitted(**options):
         use_distributed_sampler=False,
         accumulate_grad_batches=3,  # the last step of an epoch has two
         gradient_clip_val=0.1,
-        callbacks=[CompressedPass(), CompressedValidation(["nm:2:4"])],
+        callbacks=[CompressedPass(1.0, 0.5), CompressedValidation(["nm:2:4"])],
         **options,
     ).fit(module)
     return module

@@ -26,6 +26,7 @@ from torchcram import (
     masks_of,
     parse_operator,
     sparsity,
+    split_batch,
 )
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -163,6 +164,24 @@ def test_the_step_is_that_of_the_rule_over_merged_weights(rule, operator, sparse
     optimizer.step(closure_of(model, optimizer, batch))
     for old, new, g in zip(before, trained(model), expected, strict=True):
         torch.testing.assert_close((old - new.detach()) / 0.5, g, rtol=1e-9, atol=1e-12)
+
+
+@rules
+def test_passes_on_parts_of_micro_batches_are_those_on_parts_of_one_batch(rule):
+    ours, theirs = adapted().double(), adapted().double()
+    both = [LoraCrAM(m, SGD(trained(m), lr=0.5), OPERATORS[:3], rule=rule) for m in (ours, theirs)]
+    for _ in range(3):
+        micro = [split_batch(batch_of(4, torch.float64)) for _ in range(2)]
+        passes = list(zip(*micro, strict=True))
+        union = [[torch.cat(values) for values in zip(*parts, strict=True)] for parts in passes]
+        both[1].step(*(closure_of(theirs, both[1], part) for part in union))
+        both[0].zero_grad()
+        for number, parts in enumerate((passes[0], *([passes[1]] * len(rule.passes)))):
+            with both[0].compressed() if number else nullcontext():
+                for x, y in parts:
+                    (cross_entropy(ours(x), y) / 2).backward()
+        both[0].step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 KINDS = {

@@ -7,10 +7,11 @@ import torch
 from nets import same, snapshot
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import SequentialSampler
 
-from torchcram import C_SAM, CRAM, CRAM_PLUS, CrAM
+from torchcram import C_SAM, CRAM, CRAM_PLUS, CrAM, split_batch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 OPERATORS = ("global:0.5", "nm:2:4")
+WHOLE, HALF, HALVES = (1.0, 1.0), (1.0, 0.5), (0.5, 0.5)  # shares of a batch
 
 
 class Recording(CrAMTrainer):
@@ -75,6 +77,21 @@ def decoder():
     return AutoModelForCausalLM.from_config(config)
 
 
+class Normed(nn.Module):
+    """A net with batch norm and a mean loss, which records the sizes of its batches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.rows = []
+
+    def forward(self, input_ids, labels):
+        self.rows.append(len(labels))
+        loss = cross_entropy(self.net(input_ids[:, :4].float()), labels)
+        return transformers.utils.ModelOutput(loss=loss)
+
+
 def sentences(count=22):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(20, (count, 6), generator=generator)
@@ -91,15 +108,17 @@ def texts(count=22):
     return found
 
 
-def trainer(folder, model, data, rule=CRAM_PLUS, kind=Recording, **options):
+def trainer(
+    folder, model, data, rule=CRAM_PLUS, kind=Recording, shares=WHOLE, collator=None, **options
+):
     options = {
+        "per_device_train_batch_size": 4,
         "num_train_epochs": 2,
         "max_grad_norm": 0.0,
         "lr_scheduler_type": "constant",
     } | options
     arguments = transformers.TrainingArguments(
         str(folder),
-        per_device_train_batch_size=4,
         learning_rate=0.01,
         optim="adamw_torch",
         weight_decay=0.1,
@@ -108,7 +127,15 @@ def trainer(folder, model, data, rule=CRAM_PLUS, kind=Recording, **options):
         disable_tqdm=True,
         **({"save_strategy": "no"} | options),
     )
-    return kind(model, arguments, train_dataset=data, cram=cram(rule))
+    return kind(
+        model,
+        arguments,
+        train_dataset=data,
+        data_collator=collator,
+        cram=cram(rule),
+        dense_share=shares[0],
+        compressed_share=shares[1],
+    )
 
 
 def cram(rule=CRAM_PLUS, **options):
@@ -117,7 +144,7 @@ def cram(rule=CRAM_PLUS, **options):
     )
 
 
-def by_hand(fit, model, *, rule=CRAM_PLUS, clip=0.0, autocast=nullcontext):
+def by_hand(fit, model, *, rule=CRAM_PLUS, clip=0.0, autocast=nullcontext, shares=WHOLE):
     """Takes the steps that `fit` has taken, with its base optimizer, without its loop."""
     decays = fit.get_decay_parameter_names(model)
     groups = [
@@ -143,17 +170,38 @@ def by_hand(fit, model, *, rule=CRAM_PLUS, clip=0.0, autocast=nullcontext):
                 loss = model(**inputs, **({"num_items_in_batch": items} if scaled else {})).loss
             (loss.float() / (1 if scaled else len(step))).backward()
 
+    def backward_on_parts(parts):
+        """Divides the sum of the losses of a pass by the number of its own terms."""
+        if not scaled:
+            return backward([(part, None) for part in parts])
+        shifted = parts[0]["labels"].dim() == 2
+        labels = [part["labels"][:, 1:] if shifted else part["labels"] for part in parts]
+        count = sum(int((values != -100).sum()) for values in labels)
+        for part, values in zip(parts, labels, strict=True):
+            scores = model(input_ids=part["input_ids"]).logits
+            scores = scores[:, :-1].flatten(0, 1) if shifted else scores
+            (cross_entropy(scores, values.flatten(), reduction="sum") / count).backward()
+        return None
+
     model.train()
     for step in steps:
         optimizer.zero_grad()
-        backward(step)
+        if shares != WHOLE:
+            halves = [parts_of(inputs, shares) for inputs, _ in step]
+            passes = [[pair[number] for pair in halves] for number in range(2)]
+        backward(step) if shares == WHOLE else backward_on_parts(passes[0])
         for _ in optimizer.rule.passes:
             with optimizer.compressed():
-                backward(step)
+                backward(step) if shares == WHOLE else backward_on_parts(passes[1])
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return optimizer, len(steps)
+
+
+def parts_of(inputs, shares):
+    """The parts of a batch; a single row is in both."""
+    return (inputs, inputs) if len(inputs["labels"]) == 1 else split_batch(dict(inputs), *shares)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +231,81 @@ def test_both_passes_normalise_by_the_items_of_the_whole_step(tmp_path):
     assert same(snapshot(ours), snapshot(theirs))
 
 
+@pytest.mark.parametrize(
+    ("model", "data", "rule", "accumulate", "shares"),
+    [
+        (classifier, sentences, CRAM_PLUS, 1, HALVES),
+        (Normed, sentences, CRAM_PLUS, 4, HALF),
+        (decoder, texts, CRAM_PLUS, 4, HALVES),
+        (decoder, texts, C_SAM, 1, (0.75, 0.5)),
+    ],
+)
+def test_each_pass_takes_the_mean_over_its_rows(tmp_path, model, data, rule, accumulate, shares):
+    ours, theirs = model(), model()
+    options = {"gradient_accumulation_steps": accumulate, "lr_scheduler_type": "constant"}
+    count = 23 if model is Normed else 21  # a last row alone, which batch norm does not take
+    fit = trainer(tmp_path, theirs, data(count), rule, shares=shares, **options)
+    fit.train()
+    by_hand(fit, ours, rule=rule, shares=shares)
+    sizes = {len(inputs["labels"]) for inputs, _ in fit.seen}
+    assert sizes == {4, count % 4}  # subclasses see the whole batches
+    torch.testing.assert_close(theirs.state_dict(), ours.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_labels_that_count_have_a_loss_of_zero(tmp_path):
+    def masked_mean(outputs, labels, num_items_in_batch):
+        losses = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten().clamp(0))
+        return (losses * (labels != -100)).sum() / num_items_in_batch  # 0/0 would be NaN
+
+    data = texts(4)
+    for text in data[2:]:
+        text["labels"] = torch.full_like(text["labels"], -100)
+    model = decoder()
+    fit = trainer(tmp_path, model, data, shares=HALVES, num_train_epochs=1)
+    fit.compute_loss_func = masked_mean
+    before = snapshot(model)
+    fit.train()  # the pass at w~ has nothing to count
+    assert not same(snapshot(model), before)
+
+
+def test_statistics_and_logged_losses_are_of_the_dense_part(tmp_path):
+    model, twin = Normed(), Normed()
+    data = sentences(4)
+    options = {"logging_steps": 1, "num_train_epochs": 1}
+    fit = trainer(tmp_path, model, data, shares=HALVES, **options)
+    fit.train()
+    assert model.rows == [2, 2]
+    first = torch.stack([row["input_ids"] for row in data[:2]])
+    expected = twin(first, torch.stack([row["labels"] for row in data[:2]])).loss
+    assert fit.state.log_history[0]["loss"] == pytest.approx(expected.item(), abs=1e-3)
+    for name, value in twin.named_buffers():
+        assert torch.equal(value, model.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("shares", [(0, 1), (1, 1.5), (float("nan"), 0.5)])
+def test_shares_are_checked_at_construction(tmp_path, shares):
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got"):
+        trainer(tmp_path, classifier(), sentences(), shares=shares)
+
+
+def test_batches_that_cannot_be_split_are_refused_before_a_step(tmp_path):
+    collate, model = transformers.default_data_collator, classifier()
+    fit = trainer(tmp_path, model, sentences(4), shares=HALVES, num_train_epochs=1)
+    before = snapshot(model)
+    fit.data_collator = lambda rows: {**collate(rows), "position_ids": torch.arange(6)[None]}
+    with pytest.raises(ValueError, match=r"cannot be split.*labels: 4; .*position_ids: 1\)"):
+        fit.train()
+    fit.data_collator = lambda rows: collate(rows[:1])
+    with pytest.raises(ValueError, match="leave a pass without a sample in a batch of 1"):
+        fit.train()
+    assert same(snapshot(model), before)
+    fit.data_collator = collate
+    fit.train()
+    twin = classifier()
+    trainer(tmp_path, twin, sentences(4), shares=HALVES, num_train_epochs=1).train()
+    assert same(snapshot(model), snapshot(twin))
+
+
 @pytest.mark.filterwarnings("ignore:.*tf32.*")
 def test_bf16_is_that_of_a_loop_by_hand(tmp_path):
     ours, theirs = decoder(), decoder()
@@ -210,8 +333,10 @@ def test_a_scaler_does_not_change_the_step_or_skips_it(tmp_path, scale):
         torch.testing.assert_close(one, other, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_to_resume_equals_not_to_stop(tmp_path):
+@pytest.mark.parametrize("shares", [WHOLE, HALVES])
+def test_to_resume_equals_not_to_stop(tmp_path, shares):
     options = {
+        "shares": shares,
         "gradient_accumulation_steps": 2,
         "lr_scheduler_type": "linear",
         "num_train_epochs": 2,

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
 from torchcram import C_SAM, CRAM_PLUS, CrAM
-from torchcram.optim.graphs import GraphedStep
+from torchcram.optim.graphs import StepGraphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,7 @@ def test_a_captured_step_of_a_compiled_model(rule):
     counter = CompileCounterWithBackend("inductor")
     compiled, graphed = training(rule, backend="inductor"), training(rule, backend=counter)
     before = copy.deepcopy(graphed.model.state_dict())
-    take = GraphedStep(graphed.model, graphed.optimizer, graphed.step)
+    take = StepGraphs(graphed.model, graphed.optimizer, graphed.step)
     assert counter.frame_count == 2  # compiled while warming up, not while capturing
     for name, value in graphed.model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -19,6 +19,7 @@ from torchcram.operators.base import Sparsifier
 from torchcram.selection import (
     count_kept,
     keep_largest,
+    keep_largest_,
     keep_largest_each,
     keep_largest_in_rows,
     shards_of,
@@ -88,10 +89,22 @@ class GlobalTopK(_TopK):
     def select(self, scores: Weights) -> Masks:
         """Keeps the largest scores of all layers together."""
         scores = local_weights(scores)
-        total = sum(whole_shape(scores, name).numel() for name in scores)
-        keep = count_kept(total, self.level)
-        masks = keep_largest(list(scores.values()), keep, shards=shards_of(scores))
+        masks = keep_largest(list(scores.values()), self._count(scores), shards=shards_of(scores))
         return dict(zip(scores, masks, strict=True))
+
+    @torch.no_grad()
+    def compress_(self, weights: Weights) -> Masks:
+        """Keeps the largest weights of all layers together, and zeroes the others."""
+        weights = local_weights(weights)
+        selects_otherwise = type(self).select is not GlobalTopK.select  # in a subclass
+        if selects_otherwise or shards_of(weights) is not None:
+            return super().compress_(weights)
+        masks = keep_largest_(list(weights.values()), self._count(weights))
+        return dict(zip(weights, masks, strict=True))
+
+    def _count(self, weights: Weights) -> int:
+        """Returns the number of weights to keep."""
+        return count_kept(sum(whole_shape(weights, name).numel() for name in weights), self.level)
 
     def __str__(self) -> str:
         return self._text("global")

@@ -210,8 +210,8 @@ class CrAM(Wrapper):
             yield not self._step_state.plan.plain  # at w~
             self._require_gradients(g)
             self._undo.unwind()  # w
-            self._combine(pass_, g, masks)  # g~ = M * grad L(w~) + g
-            self._check_finite(pass_, g, grad_scaler)
+            bad = self._combine(pass_, g, masks)  # g~ = M * grad L(w~) + g
+            self._check_finite(pass_, g, grad_scaler, bad)
         except BaseException:
             self.restore()
             raise
@@ -265,18 +265,27 @@ class CrAM(Wrapper):
         self._undo.push(statistics.restore)
         statistics.freeze()
 
-    def _combine(self, pass_: Pass, g: Gradients, masks: Masks | None) -> None:
-        """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step."""
+    def _combine(self, pass_: Pass, g: Gradients, masks: Masks | None) -> Tensor | None:
+        """Leaves M * grad L(w~) in `.grad`, plus g if the rule says so; g in a plain step.
+
+        Returns:
+            Flag on the device, 1.0 if g~ is not finite, where adding g has found that out, too.
+        """
         if self._step_state.plan.plain:
             self.zero_grad()
             gradients.put_gradients(g)
-            return
-        if pass_.mask and self.sparse_gradients and masks is not None:
-            mask_gradients_(self.weights, masks)
+            return None
+        if masks is None or not (pass_.mask and self.sparse_gradients):
+            masks = {}
         if pass_.plus:
-            gradients.add_gradients(g, self._shard_context)
+            parameters, sharding = self._parameters(), self._shard_context
+            return gradients.add_to_masked(g, parameters, self.weights, masks, sharding)
+        mask_gradients_(self.weights, masks)
+        return None
 
-    def _check_finite(self, pass_: Pass, g: Gradients, scaler: GradScaler | None) -> None:
+    def _check_finite(
+        self, pass_: Pass, g: Gradients, scaler: GradScaler | None, bad: Tensor | None
+    ) -> None:
         """Raises FloatingPointError for NaN or infinity, or leaves them in `.grad` for `scaler`."""
         self._guard.forget_pending()
         scaled = scaler is not None and scaler.is_enabled()
@@ -289,7 +298,7 @@ class CrAM(Wrapper):
             carry_overflow(hidden, into=combined, shard_context=self._shard_context)
             if self._sampler.mask_interval > 1 and not all_finite(g, self._shard_context):
                 self._sampler.forget(self.operator)
-        elif not self._guard.check(hidden + combined):
+        elif not self._guard.check(hidden + combined, bad):
             raise_not_finite(hidden + combined, self.model, self._shard_context)
 
     def restore(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from torchcram.messages import list_names
 from torchcram.sharding import norm
+from torchcram.weights import fused_kernels, mask_gradients_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from torchcram.layers import Masks, Weights
     from torchcram.sharding import ShardContext
 
 Gradients = list[tuple["Tensor", "Tensor"]]
@@ -58,6 +60,60 @@ def put_gradients(gradients: Gradients) -> None:
         parameter.grad = gradient
 
 
+def add_to_masked(
+    g: Gradients,
+    parameters: Iterable[Tensor],
+    weights: Weights,
+    masks: Masks,
+    shard_context: ShardContext,
+) -> Tensor | None:
+    """Replaces the gradients in `.grad` by M * gradient + g.
+
+    Args:
+        g: Gradients to add.
+        parameters: All parameters that are trained.
+        weights: Weights that `masks` belong to.
+        masks: Masks M by the names of weights; gradients without one are kept as a whole.
+        shard_context: Sharding of the parameters.
+
+    Returns:
+        Flag on the device, 1.0 if a gradient is now NaN or infinite, where a kernel of CUDA has
+        done all in one pass over the gradients; None otherwise, and for shards.
+
+    Raises:
+        RuntimeError: If g shares memory with the gradients in `.grad`, which have overwritten it.
+    """
+    at_once = not shard_context.sharded
+    bad = _add_to_masked_at_once(g, parameters, weights, masks) if at_once else None
+    if bad is None:
+        mask_gradients_(weights, masks)
+        add_gradients(g, shard_context)
+    return bad
+
+
+def _add_to_masked_at_once(
+    g: Gradients, parameters: Iterable[Tensor], weights: Weights, masks: Masks
+) -> Tensor | None:
+    """Does the same with a kernel of CUDA; returns None if there is none for these gradients."""
+    kernels = fused_kernels()
+    if kernels is None:
+        return None
+    present = gradients_of(parameters)
+    numbers = [id(parameter) for parameter, _ in present]
+    kept = {id(w): mask for name, mask in masks.items() if (w := weights[name]).grad is not None}
+    if numbers != [id(parameter) for parameter, _ in g] or not kept.keys() <= {*numbers}:
+        return None
+    ours = [gradient for _, gradient in present]
+    theirs = [gradient for _, gradient in g]
+    in_order = [kept.get(number) for number in numbers]
+    if not kernels.can_combine(ours, theirs, in_order):
+        return None
+    _require_separate(ours, theirs)
+    bad = torch.zeros((), device=ours[0].device)
+    kernels.combine_(ours, theirs, in_order, bad)
+    return bad
+
+
 def add_gradients(gradients: Gradients, shard_context: ShardContext) -> None:
     """Adds gradients to those in `.grad`.
 
@@ -73,6 +129,12 @@ def add_gradients(gradients: Gradients, shard_context: ShardContext) -> None:
             ours.append(second)
             theirs.append(gradient)
     ours, theirs = shard_context.local(ours), shard_context.local(theirs)
+    _require_separate(ours, theirs)
+    add_scaled_(ours, theirs, 1.0)
+
+
+def _require_separate(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """Raises RuntimeError if two gradients of a parameter share memory."""
     pointers = [gradient.data_ptr() for gradient in theirs]
     for second, pointer in zip(ours, pointers, strict=True):
         if second.data_ptr() == pointer and pointer:
@@ -81,7 +143,6 @@ def add_gradients(gradients: Gradients, shard_context: ShardContext) -> None:
                 f"the second gradient of a parameter of shape {shape} was written over the first: "
                 "let backward allocate it (zero_grad) instead of reusing a buffer"
             )
-    add_scaled_(ours, theirs, 1.0)
 
 
 @torch.no_grad()
@@ -97,8 +158,13 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
         ours, theirs = by_device.setdefault(other.device, ([], []))
         ours.append(tensor)
         theirs.append(other)
+    kernels = fused_kernels()
     for device, (ours, theirs) in by_device.items():
-        torch._foreach_add_(ours, torch._foreach_mul(theirs, scale.to(device)))
+        here = scale.to(device)
+        if kernels is not None and kernels.can_add_scaled(ours, theirs, here):
+            kernels.add_scaled_(ours, theirs, here)
+        else:
+            torch._foreach_add_(ours, torch._foreach_mul(theirs, here))
 
 
 def one_over(length: Tensor) -> Tensor:
@@ -213,7 +279,8 @@ class NonFiniteGuard:
             self._skipped = torch.zeros((), device=device)
 
     def raise_if_skipped(self) -> None:
-        """Waits for the device; raises FloatingPointError if a captured step was skipped."""
+        """Waits for the device; raises FloatingPointError if a step was skipped there."""
+        self._report()
         if self._skipped is not None and (count := int(self._skipped)):
             self._skipped.zero_()
             raise FloatingPointError(f"NaN or infinite gradient: {count} step(s) not taken")
@@ -222,12 +289,17 @@ class NonFiniteGuard:
         """Forgets the gradients that were checked for the next step."""
         self._bad = None
 
-    def check(self, gradients: Gradients) -> bool:
-        """Returns False if `gradients` are not finite; with a fused optimizer, `step` finds out."""
+    def check(self, gradients: Gradients, bad: Tensor | None = None) -> bool:
+        """Returns False if `gradients` are not finite; with a fused optimizer, `step` finds out.
+
+        Args:
+            gradients: Gradients that the step depends on.
+            bad: Flag on the device, 1.0 if they are not finite; None if that is not known yet.
+        """
         skips = getattr(self._base, "_step_supports_amp_scaling", False)
         if not (skips and all(gradient.is_cuda for _, gradient in gradients)):
-            return all_finite(gradients, self._shard_context)
-        self._bad = _any_not_finite(gradients, self._shard_context)
+            return all_finite(gradients, self._shard_context) if bad is None else not bool(bad)
+        self._bad = _any_not_finite(gradients, self._shard_context) if bad is None else bad
         return True
 
     def step(self) -> None:
@@ -260,7 +332,7 @@ class NonFiniteGuard:
         if self._skipped is None:
             raise RuntimeError(
                 "a step that is captured by hand cannot be checked: capture it with "
-                "torchcram.optim.graphs.GraphedStep, or set check_finite=False"
+                "torchcram.GraphedStep, or set check_finite=False"
             )
         self._skipped.add_(bad)
 

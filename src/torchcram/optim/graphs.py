@@ -1,4 +1,4 @@
-"""Whole training steps as CUDA graphs.
+"""CUDA graphs of whole training steps, one for each operator.
 
 With small models the GPU waits for the host, all the more with two passes per step. A captured step
 runs from beginning to end on the device.
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
 
 from torchcram.layers import local_weights
 from torchcram.optim.cram import CrAM
 from torchcram.optim.sampler import StepPlan
 from torchcram.optim.step_state import RngState
+from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 WARM_UP = 2  # steps with each plan before its capture: the first uses set up and tune kernels
 
 
-class GraphedStep:
+class StepGraphs:
     """Takes training steps by replaying CUDA graphs, one for each operator that may be drawn.
 
-    With `CrAM`, operators are still drawn on the host, so that `state_dict` and the masks of
+    This is the layer below `GraphedStep`, for steps whose batches are made on the device. With
+    `CrAM`, operators are still drawn on the host, so that `state_dict` and the masks of
     `mask_interval` are the same as in training without graphs. The learning rate of every group
     becomes a tensor: fill it in place, or let a scheduler of torch do so.
 
@@ -42,35 +45,42 @@ class GraphedStep:
             optimizer keeps the changes of these calls.
 
     Raises:
-        ValueError: If an operator is a range, whose sparsity changes from step to step, or the
-            model is wrapped by DDP or sharded.
+        ValueError: If steps of the optimizer cannot be captured; see `require_capturable`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, body: Callable[[], object]) -> None:
+        require_capturable(model, optimizer)
         self._optimizer = optimizer
-        self._cram = optimizer if isinstance(optimizer, CrAM) else None
+        self._cram = cram = optimizer if isinstance(optimizer, CrAM) else None
         self._body = body
         self._device = next(model.parameters()).device
-        if self._cram is not None:
-            _prepare(self._cram, self._device)
-        for group in optimizer.param_groups:
-            if not torch.is_tensor(group["lr"]):
-                group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
-            if "capturable" in group:
-                group["capturable"] = True
-        cram = self._cram
+        if cram is not None and cram.check_finite:
+            cram._guard.count_on_device(self._device)
+        self._rates = [_rate_on(self._device, group) for group in optimizer.param_groups]
         plans = [StepPlan()] if cram is None else cram._sampler.possible(cram.base_step_probability)
-        self._warm_up(model, plans)
-        if cram is not None:
-            cram._guard.reset()  # frees pinned memory now rather than during a capture
-        pool = torch.cuda.graph_pool_handle()
-        self._graphs = {plan: self._capture(plan, pool) for plan in plans}
-        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):
+            self._warm_up(model, plans)
+            if cram is not None:
+                cram._guard.reset()  # frees pinned memory now rather than during a capture
+            pool = torch.cuda.graph_pool_handle()
+            self._graphs = {plan: self._capture(plan, pool) for plan in plans}
+            torch.cuda.synchronize(self._device)
+        self._options = _options(optimizer)
 
     def __call__(self) -> None:
-        """Takes one step, without waiting for the device."""
+        """Takes one step, without waiting for the device.
+
+        Raises:
+            ValueError: If an option of the optimizer other than the learning rate has changed since
+                the capture, which graphs do not notice.
+        """
+        self._read_rates()
         cram = self._cram
-        plan = StepPlan() if cram is None else cram._sampler.draw(cram.base_step_probability)
+        if cram is None:
+            plan = StepPlan()
+        else:
+            plan = cram._sampler.draw(cram.base_step_probability)
+            cram._step_state.plan = plan
         self._graphs[plan].replay()
 
     def check(self) -> None:
@@ -81,6 +91,20 @@ class GraphedStep:
         """
         if self._cram is not None:
             self._cram._guard.raise_if_skipped()
+
+    def _read_rates(self) -> None:
+        """Fills the tensors that graphs read with learning rates that were assigned to groups."""
+        groups = self._optimizer.param_groups
+        if (options := _options(self._optimizer)) != self._options:
+            raise ValueError(
+                f"{_difference(self._options, options)} after the step was captured; only learning "
+                "rates may change: create GraphedStep anew, or let schedulers leave the momentum "
+                "alone (cycle_momentum=False)"
+            )
+        for group, rate in zip(groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                rate.fill_(group["lr"])
+                group["lr"] = rate
 
     def _warm_up(self, model: nn.Module, plans: list[StepPlan]) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -98,6 +122,7 @@ class GraphedStep:
         # relaxed: meanwhile another stream copies the tables that kernels read
         with (
             _without_gc(),
+            _declared_capturable(self._optimizer),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
         ):
             self._run(plan)
@@ -109,6 +134,52 @@ class GraphedStep:
             return
         with self._cram._sampler.force(plan):
             self._body()
+
+
+def is_capturable(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer, or the one that it wraps, can be captured as a CUDA graph.
+
+    SGD, Adam and AdamW can: fused, they do not wait for the host, and their state begins at zero.
+    With dampening, the first step of SGD differs from all others, so that it cannot.
+    """
+    base: Optimizer = getattr(optimizer, "base", optimizer)
+    dampened = any(group.get("dampening") for group in base.param_groups)
+    return type(base) in (SGD, Adam, AdamW) and not dampened
+
+
+def require_capturable(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises ValueError if steps cannot be captured as CUDA graphs.
+
+    A model on another device is checked for what does not depend on the device, so that a program
+    fails before it comes to a GPU.
+    """
+    if isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters())):
+        raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
+    if isinstance(optimizer, CrAM):
+        _require_same_steps(optimizer)
+    base: Optimizer = getattr(optimizer, "base", optimizer)
+    if not is_capturable(optimizer):
+        raise ValueError(
+            f"a step of this {type(base).__name__} cannot be captured; allowed: SGD without "
+            "dampening, Adam and AdamW, fused"
+        )
+    on_cuda = next(model.parameters()).is_cuda
+    if on_cuda and not all(group.get("fused") for group in base.param_groups):
+        raise ValueError(
+            f"a step of this {type(base).__name__} cannot be captured, for the host would have to "
+            "wait for the device: use a fused optimizer (fused=True)"
+        )
+
+
+def _require_same_steps(cram: CrAM) -> None:
+    """Raises ValueError if steps of an optimizer are not always the same work."""
+    if isinstance(cram.model, DistributedDataParallel):
+        raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
+    if cram.replay_randomness:
+        raise ValueError("steps with replay_randomness=True cannot be captured")
+    for operator in cram.operators:
+        if operator.is_range:
+            raise ValueError(f"{operator} is another operator at every step and cannot be captured")
 
 
 @contextmanager
@@ -123,15 +194,52 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _prepare(cram: CrAM, device: torch.device) -> None:
-    """Raises ValueError if steps of `cram` cannot be captured; counts skipped steps on `device`."""
-    if cram._shard_context.sharded or isinstance(cram.model, DistributedDataParallel):
-        raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
-    for operator in cram._sampler.operators:
-        if operator.is_range:
-            raise ValueError(f"{operator} is another operator at every step and cannot be captured")
-    if cram.check_finite:
-        cram._guard.count_on_device(device)
+@contextmanager
+def _declared_capturable(optimizer: Optimizer) -> Iterator[None]:
+    """Sets the option that torch requires of Adam and AdamW in a capture, also of fused ones."""
+    groups = [group for group in optimizer.param_groups if "capturable" in group]
+    before = [group["capturable"] for group in groups]
+    for group in groups:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, value in zip(groups, before, strict=True):
+            group["capturable"] = value
+
+
+def _rate_on(device: torch.device, group: dict[str, Any]) -> Tensor:
+    """Makes the learning rate of a group a tensor on `device`, and returns it."""
+    rate = group["lr"]
+    if not torch.is_tensor(rate) or rate.device != device or rate.dtype != torch.float32:
+        group["lr"] = rate = torch.tensor(float(rate), device=device)
+    return rate
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the options of every group that graphs do not read anew."""
+    names = [name for name in optimizer.defaults if name != "lr"]
+    rho = getattr(optimizer, "rho", None)
+    return [
+        {
+            "the number of parameters": len(group["params"]),
+            "rho": group.get("rho", rho),
+            **{name: group[name] for name in names if name in group},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
+    """Returns the first difference between the options of groups, in words."""
+    if len(before) != len(after):
+        return f"parameter groups were {len(before)} and have become {len(after)}"
+    return next(
+        f"{name} of parameter group {number} was {old.get(name)} and has become {new.get(name)}"
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    )
 
 
 @contextmanager

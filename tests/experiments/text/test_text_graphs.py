@@ -33,7 +33,7 @@ class Plain:
 
 @pytest.mark.parametrize(("method", "parts"), [("adam", 1), ("adam", 3), ("cram-plus-multi", 1)])
 def test_steps_are_those_of_a_training_without_graphs(method, parts, tiny, questions, monkeypatch):
-    monkeypatch.setattr(graphs, "GraphedStep", Plain)
+    monkeypatch.setattr(graphs, "StepGraphs", Plain)
     recipe = load_recipe(f"squad/minilm-l6/{method}", [f"model.name={tiny}", *SETS])
     data = recipe.build_task().load(questions).in_parts(parts)
     ends = []
@@ -98,7 +98,7 @@ def test_a_gpu_takes_captured_steps_without_compilation(
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["adam", "cram-plus-multi"])
 def test_graphs_train_as_plain_steps_do(method, tiny, questions):
-    assert graphs.GraphedStep is optim_graphs.GraphedStep
+    assert graphs.StepGraphs is optim_graphs.StepGraphs
     device = torch.device("cuda")
     sets = [f"model.name={tiny}", *SETS, "train.precision=fp32"]
     recipe = load_recipe(f"squad/minilm-l6/{method}", sets)

@@ -15,12 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torchcram.kernels.cuda import int8
+from torchcram.kernels.cuda.combine import _add_scaled_kernel, _combine_kernel
 from torchcram.kernels.cuda.select import REGISTERS, _select_kernel
 from torchcram.kernels.cuda.chunks import CHUNK, WARPS
 from torchcram.kernels.cuda.zero import _zero_kernel
 
 OTHER = {"mask": "*i1", "chunk_count": "i32", "tensor_count": "i32", "segment_count": "i32"}
 OTHER |= {"count": "i32", "outputs": "i32", "inputs": "i32", "values": "*i8", "scale": "*fp32"}
+OTHER |= {"bad": "*fp32"}
+EXACT = (_add_scaled_kernel, _combine_kernel)  # round as torch does, and keep subnormal numbers
 
 
 def compile_(kernel, constants, **options):
@@ -33,20 +36,25 @@ def compile_(kernel, constants, **options):
     options = {"num_warps": WARPS, **options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "ptx" in made.asm
+    if kernel in EXACT:
+        assert ".ftz" not in made.asm["ptx"] and "fma" not in made.asm["ptx"]
     print(kernel.__name__, constants, "ok")
 
 
 for key, sign in ((tl.int32, 2**31 - 1), (tl.int16, 2**15 - 1)):
     common = {"KEY": key, "ALIGNED": True, "SIZE": CHUNK}
-    for stride, depth in ((1, 3), (1, 0), (8, 7)):
-        parts = (2048 << depth) // 1024
+    for stride, depth, zero in ((1, 3, True), (1, 0, False), (8, 7, False), (8, 7, True)):
+        shape = {"STRIDE": stride, "PARTS": (2048 << depth) // 1024, "DEPTH": depth}
         compile_(
             _select_kernel,
-            {**common, "SIGN": sign, "STRIDE": stride, "PARTS": parts, "DEPTH": depth},
+            {**common, **shape, "SIGN": sign, "ZERO": zero},
             maxnreg=REGISTERS,
             launch_cooperative_grid=True,
         )
     compile_(_zero_kernel, common)
+for dtype in (tl.float32, tl.bfloat16, tl.float16):
+    compile_(_combine_kernel, {"DTYPE": dtype, "ALIGNED": True, "SIZE": CHUNK})
+compile_(_add_scaled_kernel, {"ALIGNED": True, "SIZE": CHUNK}, enable_fp_fusion=False)
 for dtype, bias in (("bf16", True), ("fp16", False)):
     common = {"DTYPE": dtype, "HAS_BIAS": bias}
     one = {"WIDE": int8.ONE, "DEEP": int8.LONG}
@@ -67,4 +75,4 @@ def test_kernels_compile_for_compute_capability_9():
         env=environment,
     )
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.count("ok") == 14
+    assert out.stdout.count("ok") == 20

@@ -79,16 +79,6 @@ def make_optimizer(
     return optimizer
 
 
-def is_capturable(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer, or the one that it wraps, can be captured as a CUDA graph.
-
-    SGD, Adam and AdamW can: fused, they do not wait for the host, and their state begins at zero.
-    With dampening, the first step of SGD differs from all others, so that it cannot.
-    """
-    base: Optimizer = getattr(optimizer, "base", optimizer)
-    return type(base) in _FUSED and not any(group.get("dampening") for group in base.param_groups)
-
-
 def learning_rates(
     name: str, args: Mapping[str, Any], *, lr: float, count: int
 ) -> tuple[float, ...]:

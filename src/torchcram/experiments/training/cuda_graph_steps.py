@@ -12,7 +12,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcram import CrAM
-from torchcram.experiments.recipe.torch_names import is_capturable
 from torchcram.experiments.training.steps import (
     WHOLE_BATCH,
     EagerStep,
@@ -22,7 +21,7 @@ from torchcram.experiments.training.steps import (
     cross_entropy,
 )
 from torchcram.messages import warn_caller
-from torchcram.optim.graphs import GraphedStep
+from torchcram.optim.graphs import StepGraphs, is_capturable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -186,11 +185,11 @@ class GraphStep(EagerStep):
             # what is compiled shares its parameters and buffers with the model
             self._model = torch.compile(model, dynamic=False)
         self._staged = batches
-        self._graphs: dict[int, GraphedStep] = {}
+        self._graphs: dict[int, StepGraphs] = {}
         with _tuned_convolutions() if batches.has_one_shape else nullcontext():
             # the largest shape first: the memory that it needs is enough for the others
             for key in batches.stage_each_shape():
-                self._graphs[key] = GraphedStep(model, optimizer, partial(self._step, key))
+                self._graphs[key] = StepGraphs(model, optimizer, partial(self._step, key))
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from torchcram.batches import check_shares, split_batch, split_unless_short
 from torchcram.integrations.adapters import refuse_unused_parameters
 from torchcram.integrations.lightning.isolation import FitCallback, Isolation, ignore, shallow
 from torchcram.optim import CrAM
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    batch: Any
+    batch: Any  # what the passes at w~ take
     index: int
     rng_state: RngState | None  # at the start of the first pass, if it is to be replayed
 
@@ -41,39 +42,99 @@ class CompressedPass(FitCallback):
     no lasting effect, running statistics do not change, and the only hooks called are
     `training_step` and `backward`. The micro-batches of a step are kept until it is taken.
 
+    With shares, `training_step` gets the first rows of every micro-batch at w and the last rows at
+    w~; all other hooks, callbacks and loggers see the whole batch. A batch with too few rows to
+    split, often the last one of an epoch, is taken whole by all passes; the first batch of a
+    training must have enough.
+
     In manual optimization, enter `self.optimizers().compressed()` in `training_step`; the callback
-    then only ensures that `self.optimizers().step()` takes a step with g~.
+    then only ensures that `self.optimizers().step()` takes a step with g~. Batches are split by
+    `split_batch` there.
+
+    Args:
+        dense_share: Share of every micro-batch in the pass at w, above 0 and at most 1.
+        compressed_share: Share of every micro-batch in the passes at w~, above 0 and at most 1; 0.5
+            for both makes a step as cheap as a plain one.
+
+    Raises:
+        ValueError: If a share is out of range. Fitting raises it, before a step is taken, for a
+            batch that cannot be split, and for shares in manual optimization.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dense_share: float = 1.0, compressed_share: float = 1.0) -> None:
+        check_shares(dense_share, compressed_share)
+        self._shares = (dense_share, compressed_share)
         self._optimizer: CrAM | None = None
         self._isolation: Isolation | None = None
+        self._index = 0  # of the current batch
         self._micro: list[_MicroBatch] = []
-        self._steps: list[tuple[CrAM, Callable[..., Any]]] = []
+        self._replaced: list[tuple[Any, str, Callable[..., Any]]] = []  # methods of instances
+        self._training_step: Callable[..., Any] | None = None  # that of the strategy
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the CrAM optimizers and replaces their `step`; all ranks must have the same."""
+        """Finds the CrAM optimizers; replaces their `step` and the `training_step` of the strategy.
+
+        All ranks must have the same optimizers.
+        """
         optimizers = _optimizers_of(trainer, pl_module)
+        if not pl_module.automatic_optimization and self._splits:
+            raise ValueError(
+                f"shares of {self._shares[0]} and {self._shares[1]} were given, but in manual "
+                "optimization training_step takes the passes itself: use torchcram.split_batch "
+                "there, and CompressedPass() without shares"
+            )
         for optimizer in optimizers:
             require_alike_everywhere(optimizer)
         self._optimizer = optimizers[0]
         self._isolation = Isolation(pl_module)
         self._micro = []
-        self._steps = [(optimizer, optimizer.step) for optimizer in optimizers]
-        for optimizer, step in self._steps:  # patched as schedulers do: the closure leaves g~
-            optimizer.step = self._called_once(step, trainer, pl_module)  # type: ignore[method-assign]
+        for optimizer in optimizers:  # patched as schedulers do: the closure leaves g~
+            self._replace(optimizer, "step", self._called_once(optimizer.step, trainer, pl_module))
+        self._training_step = trainer.strategy.training_step
+        if pl_module.automatic_optimization:
+            step_at_w = self._at_w(self._training_step, trainer, pl_module)
+            self._replace(trainer.strategy, "training_step", step_at_w)
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: object,  # noqa: ARG002
+        batch_idx: int,
     ) -> None:
-        """Keeps the batch."""
-        if self._optimizer is None or not pl_module.automatic_optimization:
-            return
-        if batch_idx % trainer.accumulate_grad_batches == 0:
+        """Drops the micro-batches of the step before."""
+        self._index = batch_idx
+        if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             self._micro = []
-        devices = (parameter.device for parameter in pl_module.parameters())
-        rng_state = RngState(devices) if self._optimizer.replay_randomness else None
-        self._micro.append(_MicroBatch(shallow(batch), batch_idx, rng_state))
+
+    def _replace(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        """Replaces a method of an instance until `release`."""
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def _at_w(
+        self, training_step: Callable[..., Any], trainer: Trainer, module: LightningModule
+    ) -> Callable[..., Any]:
+        """Returns a `training_step` for the pass at w, which keeps the part for those at w~."""
+
+        @functools.wraps(training_step)
+        def step_at_w(batch: Any, *args: Any) -> Any:  # noqa: ANN401
+            assert self._optimizer is not None  # noqa: S101
+            dense, compressed = batch, shallow(batch)
+            if self._splits:
+                is_first = trainer.global_step == self._index == 0
+                split = split_batch if is_first else split_unless_short
+                dense, compressed = split(batch, *self._shares)
+            devices = (parameter.device for parameter in module.parameters())
+            rng_state = RngState(devices) if self._optimizer.replay_randomness else None
+            self._micro.append(_MicroBatch(compressed, self._index, rng_state))
+            return training_step(dense, *args)
+
+        return step_at_w
+
+    @property
+    def _splits(self) -> bool:
+        return self._shares != (1, 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turns g into g~ once g is complete."""
@@ -83,7 +144,7 @@ class CompressedPass(FitCallback):
             or not pl_module.automatic_optimization
         ):
             return
-        done = self._micro[-1].index + 1
+        done = self._index + 1
         last = trainer.is_last_batch or done == trainer.num_training_batches
         if not done % trainer.accumulate_grad_batches or last:
             self._run_passes(trainer, pl_module)
@@ -97,8 +158,30 @@ class CompressedPass(FitCallback):
             with self._optimizer.compressed(grad_scaler=scaler) as needed, self._isolation(ignore):
                 for micro in self._micro if needed else ():
                     with _synchronized(trainer, micro is self._micro[-1]):
-                        _backward(trainer, module, self._optimizer, micro, scaler)
+                        self._backward(trainer, module, micro, scaler)
         self._micro = []
+
+    def _backward(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        micro: _MicroBatch,
+        scaler: GradScaler | None,
+    ) -> None:
+        """Runs `training_step` and backward on a micro-batch once more."""
+        assert self._optimizer is not None  # noqa: S101
+        assert self._training_step is not None  # noqa: S101
+        if micro.rng_state is not None:
+            micro.rng_state.restore()
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        arguments = (shallow(micro.batch), micro.index) if takes_index else (shallow(micro.batch),)
+        output = self._training_step(*arguments)
+        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            return
+        loss = loss / trainer.accumulate_grad_batches
+        loss = loss if scaler is None else scaler.scale(loss)
+        trainer.precision_plugin.backward(loss, module, self._optimizer)
 
     def _called_once(
         self, step: Callable[..., Any], trainer: Trainer, module: LightningModule
@@ -116,32 +199,13 @@ class CompressedPass(FitCallback):
         return once
 
     def release(self) -> None:
-        """Drops optimizers and batches."""
-        for optimizer, step in self._steps:
-            optimizer.step = step  # type: ignore[method-assign]
-        self._optimizer, self._isolation = None, None
-        self._steps, self._micro = [], []
-
-
-def _backward(
-    trainer: Trainer,
-    module: LightningModule,
-    optimizer: CrAM,
-    micro: _MicroBatch,
-    scaler: GradScaler | None,
-) -> None:
-    """Runs `training_step` and backward on a micro-batch once more."""
-    if micro.rng_state is not None:
-        micro.rng_state.restore()
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    arguments = (shallow(micro.batch), micro.index) if takes_index else (shallow(micro.batch),)
-    output = trainer.strategy.training_step(*arguments)
-    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
-    if loss is None:
-        return
-    loss = loss / trainer.accumulate_grad_batches
-    loss = loss if scaler is None else scaler.scale(loss)
-    trainer.precision_plugin.backward(loss, module, optimizer)
+        """Drops optimizers and batches, and puts the methods back that were replaced."""
+        for owner, name, method in reversed(self._replaced):
+            vars(owner).pop(name, None)
+            if getattr(owner, name) != method:
+                setattr(owner, name, method)
+        self._optimizer, self._isolation, self._training_step = None, None, None
+        self._replaced, self._micro = [], []
 
 
 def _synchronized(trainer: Trainer, last: bool) -> AbstractContextManager[None]:

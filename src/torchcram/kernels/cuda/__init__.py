@@ -10,6 +10,7 @@ a selection wait for one another between its passes, which a cooperative launch 
 """
 
 from torchcram.kernels.cuda.chunks import KEYS, layout, walk_alike
+from torchcram.kernels.cuda.combine import add_scaled_, can_add_scaled, can_combine, combine_
 from torchcram.kernels.cuda.int8 import MOST_ROWS, multiply_int8
 from torchcram.kernels.cuda.select import keep_largest
 from torchcram.kernels.cuda.zero import zero_unmasked_
@@ -17,6 +18,10 @@ from torchcram.kernels.cuda.zero import zero_unmasked_
 __all__ = [
     "KEYS",
     "MOST_ROWS",
+    "add_scaled_",
+    "can_add_scaled",
+    "can_combine",
+    "combine_",
     "keep_largest",
     "layout",
     "multiply_int8",

@@ -4,8 +4,8 @@ First the k-th largest key of every segment is found. A sample of the keys gives
 most likely holds it; where there are many chunks, counting some of them narrows that interval. Then
 passes over all chunks count the keys of the interval in fine bins, which add up to coarse ones, and
 go on with the bin that holds the k-th, until it is one key wide, mostly after the first pass. A
-sample that misleads costs further passes, nothing else. Then the masks are written; among keys
-equal to the k-th, position decides.
+sample that misleads costs further passes, nothing else. Then the masks are written, and where asked
+for the other values are zeroed; among keys equal to the k-th, position decides.
 
     rank   number of keys of the interval that are to be kept
     ties   number of keys that equal the k-th
@@ -66,7 +66,7 @@ SIGNALS = tl.constexpr(PASSES.value + 2)  # arrivals, unknown segments after eac
 
 
 def keep_largest(
-    tensors: Sequence[Tensor], keep: Sequence[int], segments: Sequence[int]
+    tensors: Sequence[Tensor], keep: Sequence[int], segments: Sequence[int], *, zero: bool = False
 ) -> list[Tensor]:
     """Returns masks that keep exactly the `keep[segment]` largest magnitudes of each segment.
 
@@ -74,6 +74,7 @@ def keep_largest(
         tensors: Tensors of the same dtype in `KEYS`, on one device, none empty.
         keep: Number of elements to keep, by segment.
         segments: Segment of each tensor, from 0 up; tensors of a segment follow one another.
+        zero: Whether to zero all other elements of `tensors`, each of which must have a `layout`.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     segments = tuple(segments)
@@ -100,7 +101,7 @@ def keep_largest(
     _select_kernel[programs,](
         rows, counts_to_keep, scratch, mask, chunks, len(tensors), groups,
         stride, parts, depth, KEYS[dtype], (1 << (8 * dtype.itemsize - 1)) - 1,
-        aligned, CHUNK,
+        aligned, CHUNK, zero,
         num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     if table.packed and contiguous:
@@ -124,8 +125,9 @@ def _select_kernel(
     table, keep, scratch, mask, chunk_count, tensor_count, segment_count,
     STRIDE: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Finds the k-th key of every segment and writes the masks."""
+    """Finds the k-th key of every segment, writes the masks and zeroes what is not kept."""
     rows = table
     info = rows + chunk_count * ROW
     segments = info + tensor_count * INFO
@@ -170,7 +172,7 @@ def _select_kernel(
             turn += 3
             unknown = _fresh(words + pass_number + 1)
             bins += segment_count * (BINS << DEPTH)
-    _write_masks(begin, end, rows, info, state, chunk_ties, mask, KEY, SIGN, ALIGNED, SIZE)
+    _write_masks(begin, end, rows, info, state, chunk_ties, mask, KEY, SIGN, ALIGNED, SIZE, ZERO)
     if _fresh(unsettled) > 0:
         _wait_for_all(words, turn + 1, programs)
         for segment in range(program, segment_count, programs):
@@ -178,7 +180,7 @@ def _select_kernel(
         _wait_for_all(words, turn + 2, programs)
         for chunk in range(begin, end):
             _settle(chunk, rows, info, state, chunk_ties, ties_until, mask,
-                    KEY, SIGN, ALIGNED, SIZE)  # fmt: skip
+                    KEY, SIGN, ALIGNED, SIZE, ZERO)  # fmt: skip
 
 
 # The k-th largest key
@@ -452,7 +454,8 @@ def _ties_in_order(row, info, threshold, KEY: tl.constexpr, SIGN: tl.constexpr,
 
 @triton.jit
 def _write_first(row, info, pointer, left, threshold, rank, earlier, out,
-                 SIGN: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+                 KEY: tl.constexpr, SIGN: tl.constexpr, SIZE: tl.constexpr,
+                 ZERO: tl.constexpr):  # fmt: skip
     """Writes the mask of a chunk in which only the first ties are kept."""
     for start in range(0, SIZE, ORDERED):
         lane = start + tl.arange(0, ORDERED)
@@ -460,6 +463,8 @@ def _write_first(row, info, pointer, left, threshold, rank, earlier, out,
         tied = ((key == threshold) & (lane < left)).to(tl.int32)
         first = (tied > 0) & (earlier + tl.cumsum(tied, 0) <= rank)
         tl.store(out + where, ((key > threshold) | first).to(tl.uint8), mask=lane < left)
+        if ZERO:  # no other chunk reads or writes these ties
+            tl.store(pointer + where, tl.zeros([ORDERED], KEY), mask=(tied > 0) & (first == 0))
         earlier += tl.sum(tied)
 
 
@@ -488,10 +493,12 @@ def _store(out, lane, left, kept, SIZE: tl.constexpr):
 def _write_masks(
     begin, end, rows, info, state, chunk_ties, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    ZERO: tl.constexpr,
 ):  # fmt: skip
     """Writes True where a key is above the k-th, and where it is equal if all ties are kept.
 
-    If only some ties are kept, it writes the number of ties in each chunk.
+    If only some ties are kept, it writes the number of ties in each chunk. Keys below the k-th are
+    zeroed, which changes no number of ties that another program counts at the same time.
     """
     lane = tl.arange(0, SIZE)
     current = tl.full([], -1, tl.int64)
@@ -510,6 +517,13 @@ def _write_masks(
         key = _key(bits, lane, left, SIGN, SIZE)
         out = mask + tl.multiple_of(tl.load(row + 2), 16)
         _store(out, lane, left, key > threshold - take, SIZE)
+        if ZERO:
+            pointer, _ = _chunk(row, KEY, ALIGNED)
+            kept = tl.where(key >= threshold, bits, 0)
+            if left >= SIZE:
+                tl.store(pointer + lane, kept)
+            else:
+                tl.store(pointer + lane, kept, mask=lane < left)
         if take == 0:
             if tl.load(info + tl.load(row + 4) * INFO + 2) > 1:
                 ties = _ties_in_order(row, info, threshold, KEY, SIGN, ALIGNED, SIZE)
@@ -525,8 +539,12 @@ def _write_masks(
 def _settle(
     chunk, rows, info, state, chunk_ties, ties_until, mask,
     KEY: tl.constexpr, SIGN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
+    ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Rewrites the mask of a chunk that contains some of the first ties of its segment."""
+    """Rewrites the mask of a chunk that contains some of the first ties of its segment.
+
+    Where values are zeroed, also chunks whose ties all come too late.
+    """
     row = rows + chunk * ROW
     ties_here = _fresh(chunk_ties + chunk)
     about = info + tl.load(row + 4) * INFO
@@ -542,5 +560,6 @@ def _settle(
             lane = tl.arange(0, SIZE)
             key = _bits(pointer, lane, left, SIZE).to(tl.int32) & SIGN
             _store(out, lane, left, key >= threshold, SIZE)
-        elif (ties_here > 0) & (before < rank):
-            _write_first(row, info, pointer, left, threshold, rank, before, out, SIGN, SIZE)
+        elif (ties_here > 0) & (ZERO | (before < rank)):
+            _write_first(row, info, pointer, left, threshold, rank, before, out,
+                         KEY, SIGN, SIZE, ZERO)  # fmt: skip
