@@ -8,24 +8,18 @@ from problems import adamw, batches, build, loss_on, sgd, top_k, train, weights_
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
-from torchcram.baselines import (
-    ACDC,
-    DPF,
-    SFW,
-    SRSTE,
-    CompressionAwareSFW,
-    GradualMagnitude,
-    GradualObs,
-    LotteryTickets,
 from torchcram.baselines import (
     ACDC,
     DPF,
     L0,
     PLATON,
+    SFW,
     SRSTE,
     STR,
+    CompressionAwareSFW,
     GradualMagnitude,
+    GradualObs,
+    LotteryTickets,
     Movement,
     SoftMovement,
     SparsitySchedule,
@@ -142,6 +136,69 @@ def l0(model, base, data):
         loss = cross_entropy(functional_call(model, moved, (inputs,)), labels)
         (loss + 30 * torch.cat(opened).mean()).backward()
         base.step()
+
+
+def gradient_at_mask(model, weights, masks, base, batch):
+    """Leaves the gradient at M * w in `.grad`, and w in the model."""
+    dense = {name: weight.detach().clone() for name, weight in weights.items()}
+    masked(weights, masks)
+    base.zero_grad()
+    loss_on(model, batch).backward()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(dense[name])
+
+
+def movement(model, base, data):
+    weights = weights_of(model)
+    scores = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    masks = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    base.add_param_group({"params": list(scores.values()), "lr": 0.05, "weight_decay": 0})
+    for step, batch in enumerate(data):
+        if step in (2, 4, 6, 8, 10):
+            masks = top_k(scores, cubic(step))
+        gradient_at_mask(model, weights, masks, base, batch)
+        for name, weight in weights.items():
+            scores[name].grad = weight.grad * weight.detach()
+            weight.grad *= masks[name]
+        base.step()
+
+
+def soft_movement(model, base, data):
+    weights = weights_of(model)
+    scores = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    base.add_param_group({"params": list(scores.values()), "lr": 0.05, "weight_decay": 0})
+    for step, batch in enumerate(data):
+        growth = 0 if step < 2 else 1 - 0.8 * (1 - min((step - 2) / 6, 1)) ** 3
+        masks = {name: score.sigmoid() > 0.499 * growth for name, score in scores.items()}
+        gradient_at_mask(model, weights, masks, base, batch)
+        for name, weight in weights.items():
+            p = scores[name].sigmoid()
+            scores[name].grad = weight.grad * weight.detach() + 4 * growth * p * (1 - p) / 192
+            weight.grad *= masks[name]
+        base.step()
+    assert 0 < sum(mask.sum() for mask in masks.values()) < 192
+
+
+def platon(model, base, data):
+    weights, masks = weights_of(model), None
+    averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    uncertainties = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for step, batch in enumerate(data):
+        base.zero_grad()
+        loss_on(model, batch).backward()
+        for name, weight in weights.items():
+            sensitivity = (weight.detach() * weight.grad).abs()
+            averages[name] = 0.8 * averages[name] + 0.2 * sensitivity
+            deviation = (sensitivity - averages[name]).abs()
+            uncertainties[name] = 0.9 * uncertainties[name] + 0.1 * deviation
+        if step in (2, 4, 6, 8, 10):
+            masks = top_k({n: averages[n] * uncertainties[n] for n in weights}, cubic(step))
+        base.step()
+        if masks:
+            masked(weights, masks)
+
+
 def frank_wolfe(model, base, data, *, averages, vertex, fraction, tau, rate):
     weights = weights_of(model)
     radii = {name: tau * weight.detach().norm() for name, weight in weights.items()}
@@ -238,83 +295,10 @@ def gradual_obs(model, base, data):
             masked(weights, masks)
 
 
-def gradient_at_mask(model, weights, masks, base, batch):
-    """Leaves the gradient at M * w in `.grad`, and w in the model."""
-    dense = {name: weight.detach().clone() for name, weight in weights.items()}
-    masked(weights, masks)
-    base.zero_grad()
-    loss_on(model, batch).backward()
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(dense[name])
-
-
-def movement(model, base, data):
-    weights = weights_of(model)
-    scores = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    masks = {name: torch.ones_like(weight) for name, weight in weights.items()}
-    base.add_param_group({"params": list(scores.values()), "lr": 0.05, "weight_decay": 0})
-    for step, batch in enumerate(data):
-        if step in (2, 4, 6, 8, 10):
-            masks = top_k(scores, cubic(step))
-        gradient_at_mask(model, weights, masks, base, batch)
-        for name, weight in weights.items():
-            scores[name].grad = weight.grad * weight.detach()
-            weight.grad *= masks[name]
-        base.step()
-
-
-def soft_movement(model, base, data):
-    weights = weights_of(model)
-    scores = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    base.add_param_group({"params": list(scores.values()), "lr": 0.05, "weight_decay": 0})
-    for step, batch in enumerate(data):
-        growth = 0 if step < 2 else 1 - 0.8 * (1 - min((step - 2) / 6, 1)) ** 3
-        masks = {name: score.sigmoid() > 0.499 * growth for name, score in scores.items()}
-        gradient_at_mask(model, weights, masks, base, batch)
-        for name, weight in weights.items():
-            p = scores[name].sigmoid()
-            scores[name].grad = weight.grad * weight.detach() + 4 * growth * p * (1 - p) / 192
-            weight.grad *= masks[name]
-        base.step()
-    assert 0 < sum(mask.sum() for mask in masks.values()) < 192
-
-
-def platon(model, base, data):
-    weights, masks = weights_of(model), None
-    averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    uncertainties = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for step, batch in enumerate(data):
-        base.zero_grad()
-        loss_on(model, batch).backward()
-        for name, weight in weights.items():
-            sensitivity = (weight.detach() * weight.grad).abs()
-            averages[name] = 0.8 * averages[name] + 0.2 * sensitivity
-            deviation = (sensitivity - averages[name]).abs()
-            uncertainties[name] = 0.9 * uncertainties[name] + 0.1 * deviation
-        if step in (2, 4, 6, 8, 10):
-            masks = top_k({n: averages[n] * uncertainties[n] for n in weights}, cubic(step))
-        base.step()
-        if masks:
-            masked(weights, masks)
-
-
 CASES = {
     "gradual magnitude": (
         gradual_magnitude,
         lambda model, base: GradualMagnitude(model, base, "global:0.75", schedule=SCHEDULE),
-    ),
-    "gradual OBS": (
-        gradual_obs,
-        lambda model, base: GradualObs(
-            model,
-            base,
-            "global:0.75",
-            schedule=SparsitySchedule(begin=2, end=8, interval=3, initial=0.2),
-            gradients=2,
-            block=16,
-            damping=1e-2,
-        ),
     ),
     "DPF": (dpf, lambda model, base: DPF(model, base, "global:0.75", schedule=SCHEDULE)),
     "AC/DC": (
@@ -326,22 +310,6 @@ CASES = {
         l0,
         lambda model, base: L0(
             model, base, "global:0.75", penalty=30, drop_rate=1 / (1 + math.exp(1.5)), seed=7
-    "SFW": (
-        sfw,
-        lambda model, base: SFW(
-            model, base, "global:0.75", fraction=0.1, radius=5, momentum=0.8, lr_scale=10
-        ),
-    ),
-    "compression-aware SFW": (
-        compression_aware_sfw,
-        lambda model, base: CompressionAwareSFW(
-            model, base, "global:0.75", fraction=0.3, radius=0.5, momentum=0.8, lr_scale=60
-        ),
-    ),
-    "lottery tickets": (
-        lottery_tickets,
-        lambda model, base: LotteryTickets(
-            model, base, "global:0.75", round_steps=6, rewind_step=3, rounds=3
         ),
     ),
     "movement": (
@@ -367,6 +335,36 @@ CASES = {
         ),
     ),
     "SR-STE": (sr_ste, lambda model, base: SRSTE(model, base, "nm:2:4", decay=0.1)),
+    "gradual OBS": (
+        gradual_obs,
+        lambda model, base: GradualObs(
+            model,
+            base,
+            "global:0.75",
+            schedule=SparsitySchedule(begin=2, end=8, interval=3, initial=0.2),
+            gradients=2,
+            block=16,
+            damping=1e-2,
+        ),
+    ),
+    "SFW": (
+        sfw,
+        lambda model, base: SFW(
+            model, base, "global:0.75", fraction=0.1, radius=5, momentum=0.8, lr_scale=10
+        ),
+    ),
+    "compression-aware SFW": (
+        compression_aware_sfw,
+        lambda model, base: CompressionAwareSFW(
+            model, base, "global:0.75", fraction=0.3, radius=0.5, momentum=0.8, lr_scale=60
+        ),
+    ),
+    "lottery tickets": (
+        lottery_tickets,
+        lambda model, base: LotteryTickets(
+            model, base, "global:0.75", round_steps=6, rewind_step=3, rounds=3
+        ),
+    ),
 }
 
 

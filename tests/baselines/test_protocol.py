@@ -8,24 +8,18 @@ import torch
 from problems import BATCHES, adamw, batches, build, loss_on, sgd, train
 
 from torchcram import compressible_weights, hold_masks, sparsity
-from torchcram.baselines import ACDC, DPF, L0, SRSTE, STR, GradualMagnitude, SparsitySchedule
-from torchcram.baselines import (
-    ACDC,
-    DPF,
-    SFW,
-    SRSTE,
-    CompressionAwareSFW,
-    GradualMagnitude,
-    GradualObs,
-    LotteryTickets,
 from torchcram.baselines import (
     ACDC,
     DPF,
     L0,
     PLATON,
+    SFW,
     SRSTE,
     STR,
+    CompressionAwareSFW,
     GradualMagnitude,
+    GradualObs,
+    LotteryTickets,
     Movement,
     SoftMovement,
     SparsitySchedule,
@@ -42,15 +36,6 @@ METHODS = {
     ),
     "STR": lambda model, base, target="global:0.9": STR(model, base, target, initial=-3.0),
     "l0": lambda model, base, target="global:0.9": L0(model, base, target, penalty=100),
-    "SFW": lambda model, base, target="global:0.9": SFW(model, base, target),
-    "compression-aware SFW": lambda model, base, target="global:0.9": CompressionAwareSFW(
-        model, base, target
-    ),
-    "lottery tickets": lambda model, base, target="global:0.9": LotteryTickets(
-        model, base, target, round_steps=6, rewind_step=3, rounds=3
-    ),
-    "gradual OBS": lambda model, base, target="global:0.9": GradualObs(
-        model, base, target, schedule=SparsitySchedule(begin=2, end=8, interval=4), gradients=3
     "movement": lambda model, base, target="global:0.9": Movement(
         model, base, target, schedule=SCHEDULE
     ),
@@ -61,6 +46,16 @@ METHODS = {
         model, base, target, schedule=SCHEDULE
     ),
     "SR-STE": lambda model, base, target="global:0.9": SRSTE(model, base, target),
+    "SFW": lambda model, base, target="global:0.9": SFW(model, base, target),
+    "compression-aware SFW": lambda model, base, target="global:0.9": CompressionAwareSFW(
+        model, base, target
+    ),
+    "lottery tickets": lambda model, base, target="global:0.9": LotteryTickets(
+        model, base, target, round_steps=6, rewind_step=3, rounds=3
+    ),
+    "gradual OBS": lambda model, base, target="global:0.9": GradualObs(
+        model, base, target, schedule=SparsitySchedule(begin=2, end=8, interval=4), gradients=3
+    ),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -214,9 +209,17 @@ def test_targets_that_cannot_be_reached_are_refused(method):
             method(model, sgd(model), target)
 
 
-@pytest.mark.parametrize("name", ["gradual magnitude", "gradual OBS", "DPF", "lottery tickets"])
 @pytest.mark.parametrize(
-    "name", ["gradual magnitude", "DPF", "movement", "soft movement", "PLATON"]
+    "name",
+    [
+        "gradual magnitude",
+        "gradual OBS",
+        "DPF",
+        "lottery tickets",
+        "movement",
+        "soft movement",
+        "PLATON",
+    ],
 )
 def test_a_schedule_needs_a_sparsity(name):
     model = build()

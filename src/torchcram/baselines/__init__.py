@@ -5,8 +5,8 @@ from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
 from torchcram.baselines.frank_wolfe import SFW, CompressionAwareSFW
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
-from torchcram.baselines.l0 import L0
 from torchcram.baselines.gradual_obs import GradualObs
+from torchcram.baselines.l0 import L0
 from torchcram.baselines.lottery import LotteryTickets
 from torchcram.baselines.movement import Movement, SoftMovement
 from torchcram.baselines.platon import PLATON
@@ -14,26 +14,19 @@ from torchcram.baselines.schedule import SparsitySchedule
 from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
 
-__all__ = ["ACDC", "DPF", "L0", "SRSTE", "STR", "Baseline", "GradualMagnitude", "SparsitySchedule"]
-__all__ = [
-    "ACDC",
-    "DPF",
-    "SFW",
-    "SRSTE",
-    "Baseline",
-    "CompressionAwareSFW",
-    "GradualMagnitude",
-    "GradualObs",
-    "LotteryTickets",
 __all__ = [
     "ACDC",
     "DPF",
     "L0",
     "PLATON",
+    "SFW",
     "SRSTE",
     "STR",
     "Baseline",
+    "CompressionAwareSFW",
     "GradualMagnitude",
+    "GradualObs",
+    "LotteryTickets",
     "Movement",
     "SoftMovement",
     "SparsitySchedule",
