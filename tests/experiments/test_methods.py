@@ -18,7 +18,16 @@ ARGS = {
     "gradual-magnitude": {"begin": "1 epoch", "end": "75 %", "interval": 2},
     "dpf": {"end": "2 epochs", "interval": 2},
     "acdc": {"warmup": "1 epoch", "period": 2, "end": "80 %"},
+    "str": {"initial": -3.0},
     "sr-ste": {"decay": 0.001},
+    "gradual-obs": {"begin": 2, "end": "2 epochs", "interval": 4, "gradients": 4},
+    "lottery-tickets": {"round_steps": "2 epochs", "rewind_step": "1 epoch", "rounds": 2},
+    "sfw": {"radius": 10.0},
+    "compression-aware-sfw": {},
+    "l0": {"penalty": 10.0},
+    "movement": {"end": "75 %", "interval": 1},
+    "soft-movement": {"end": "75 %", "interval": 1, "threshold": 0.5},
+    "platon": {"end": "75 %", "interval": 2},
 }
 
 

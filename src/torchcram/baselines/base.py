@@ -194,12 +194,19 @@ class Baseline(Wrapper):
 
     @contextmanager
     def pruned(self) -> Iterator[None]:
-        """Replaces the weights by M * w for a `with` block, to test the model as it stands."""
+        """Moves the weights to the point that the model is tested at, for a `with` block.
+
+        Unlike `compressed`, it changes nothing that a step depends on.
+        """
         self._require_outside()
+        if self.finished or not self.moves:
+            yield
+            return
         weights = local_weights(self.weights)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
         try:
-            apply_masks_(self.weights, self.masks)
+            with torch.no_grad():
+                self.test_point_()
             self._drop_copies()
             yield
         finally:
@@ -207,6 +214,19 @@ class Baseline(Wrapper):
                 for name, weight in weights.items():
                     weight.copy_(before[name])
             self._drop_copies()
+
+    def test_point_(self) -> None:
+        """Moves w to the point that the model is tested at: w~, unless that is a random one."""
+        self.move_()
+
+    def lr_position(self, step: int, steps: int) -> tuple[int, int]:
+        """Returns the position of a step in the schedule of the learning rate, and its length.
+
+        Args:
+            step: Number of the step, from 0.
+            steps: Number of steps of the whole training.
+        """
+        return step, steps
 
     def check_length(self, steps: int) -> None:
         """Raises ValueError if a training of `steps` steps is too short for the method."""

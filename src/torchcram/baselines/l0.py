@@ -122,6 +122,11 @@ class L0(Baseline):
             weight.mul_(self._gates[name])
         apply_masks_(self.weights, self.masks)
 
+    def test_point_(self) -> None:
+        """Moves to z w with gates without noise."""
+        for name, weight in self.weights.items():
+            weight.mul_(_gate(self._log_a[name]))
+
     def combine_(self) -> None:
         """Derives the gradients of w and of log a from the gradient at w~, with the penalty."""
         count = sum(weight.numel() for weight in self.weights.values())

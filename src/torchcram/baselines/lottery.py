@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchcram.baselines.base import Baseline
-from torchcram.baselines.schedule import at_sparsity
+from torchcram.baselines.schedule import Steps, at_sparsity
 from torchcram.layers import local_weights
 from torchcram.sharding import local
 from torchcram.weights import apply_masks_, mask_gradients_
@@ -71,8 +71,8 @@ class LotteryTickets(Baseline):
         base: Optimizer,
         operator: Operator | str,
         *,
-        round_steps: int,
-        rewind_step: int,
+        round_steps: Steps,
+        rewind_step: Steps,
         rounds: int | None = None,
         weights: Weights | None = None,
     ) -> None:
@@ -122,6 +122,18 @@ class LotteryTickets(Baseline):
         The first round begins at 0. After the end, the position exceeds `round_steps`.
         """
         return step - self.round_at(step) * (self.round_steps - self.rewind_step)
+
+    def lr_position(self, step: int, steps: int) -> tuple[int, int]:  # noqa: ARG002
+        """Returns the position of a step within its round, and the length of a round."""
+        return self.position(step), self.round_steps
+
+    def check_length(self, steps: int) -> None:
+        """Raises ValueError unless all rounds together make up the training."""
+        if self.total_steps != steps:
+            raise ValueError(
+                f"{self.rounds} rounds of {self.round_steps} steps that begin at step "
+                f"{self.rewind_step} make {self.total_steps} steps, and the training has {steps}"
+            )
 
     def sparsity_of(self, index: int) -> float:
         """Returns the sparsity of a round, counted from 0."""

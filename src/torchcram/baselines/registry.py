@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from torchcram.baselines.acdc import ACDC
 from torchcram.baselines.base import Baseline
 from torchcram.baselines.dpf import DPF
+from torchcram.baselines.frank_wolfe import SFW, CompressionAwareSFW
 from torchcram.baselines.gradual_magnitude import GradualMagnitude
+from torchcram.baselines.gradual_obs import GradualObs
+from torchcram.baselines.l0 import L0
+from torchcram.baselines.lottery import LotteryTickets
+from torchcram.baselines.movement import Movement, SoftMovement
+from torchcram.baselines.platon import PLATON
 from torchcram.baselines.schedule import SparsitySchedule
+from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
 
 if TYPE_CHECKING:
@@ -99,7 +106,24 @@ METHODS: dict[str, Method] = {
     ),
     "dpf": Method(DPF, "applies the gradient at the pruned weights to the dense ones"),
     "acdc": Method(ACDC, "alternates phases of dense and of pruned training"),
+    "str": Method(STR, "learns a threshold for every layer that weights are shrunk by"),
     "sr-ste": Method(
         SRSTE, "straight-through gradients for N:M patterns, with decay of pruned weights"
     ),
+    "gradual-obs": Method(
+        GradualObs, "gradual pruning by second-order scores, with a correction of what is kept"
+    ),
+    "lottery-tickets": Method(
+        LotteryTickets, "trains, prunes and rewinds to an early epoch, in several rounds"
+    ),
+    "sfw": Method(SFW, "Frank-Wolfe steps within a polytope of sparse weights; for all sparsities"),
+    "compression-aware-sfw": Method(
+        CompressionAwareSFW, "Frank-Wolfe steps within a ball of the K-support norm"
+    ),
+    "l0": Method(L0, "learns random gates, and penalizes the number of open ones"),
+    "movement": Method(Movement, "prunes weights that move towards zero, by a cubic schedule"),
+    "soft-movement": Method(
+        SoftMovement, "prunes weights whose score of movement is below a threshold"
+    ),
+    "platon": Method(PLATON, "prunes by the sensitivity of the loss and its uncertainty"),
 }

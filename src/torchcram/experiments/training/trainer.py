@@ -499,16 +499,16 @@ class _Epochs:
     def _train(self, epoch: int) -> float:
         """Takes the steps of an epoch; returns the last learning rate."""
         recipe, steps, lr = self._recipe, len(self._batches), 0.0
+        total = recipe.train.epochs * steps
         self._model.train()
         seed_epoch(self._ranks, self._seed, epoch)
         self._step.start_epoch(epoch)
         for number in range(steps):
+            position, length = epoch * steps + number, total
+            if isinstance(self._optimizer, Baseline):  # it may train in several rounds
+                position, length = self._optimizer.lr_position(position, total)
             lr = lr_at(
-                epoch * steps + number,
-                steps,
-                recipe.schedule,
-                lr=recipe.optimizer.lr,
-                epochs=recipe.train.epochs,
+                position, steps, recipe.schedule, lr=recipe.optimizer.lr, epochs=length // steps
             )
             set_lr_(self._optimizer, lr)
             self._step.run()
