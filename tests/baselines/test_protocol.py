@@ -260,3 +260,22 @@ def test_a_schedule_that_ends_after_the_training_is_refused():
     SparsitySchedule(end=9).check_length(10)
     with pytest.raises(ValueError, match="ends at step 10, and the training has only 10 steps"):
         SparsitySchedule(end=10).check_length(10)
+
+
+@each_method
+@pytest.mark.parametrize("base_of", [sgd, adamw])
+def test_what_precedes_a_replayed_step_and_a_captured_step_make_a_step(method, base_of):
+    model, twin = build(), build()
+    optimizer, other = method(model, base_of(model)), method(twin, base_of(twin))
+    if not other.capturable_steps:
+        pytest.skip("its steps differ from one another")
+    train(model, optimizer, batches())
+    for batch in batches():
+        other.before_replay()
+        with other.captured():
+            train(twin, other, [batch])
+    assert other.steps == optimizer.steps
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for name, mask in other.finish().items():
+        assert torch.equal(mask, optimizer.finish()[name])

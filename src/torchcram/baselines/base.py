@@ -89,6 +89,7 @@ class Baseline(Wrapper):
         self._at_point = False
         self._ready = False  # whether `.grad` was computed at w~
         self._begun = False  # whether this step has updated the masks
+        self._captured = False  # whether `before_replay` updates them instead
         mark_trained(model, self.weights)
 
     @classmethod
@@ -155,8 +156,7 @@ class Baseline(Wrapper):
         self._begin()
         self.combine_()
         self.update_()
-        self.steps += 1
-        self._begun = self._ready = False
+        self._count_step()
         self.project_()
         return loss
 
@@ -310,10 +310,36 @@ class Baseline(Wrapper):
                 "sharded; allowed are one process and DistributedDataParallel"
             )
 
+    @torch.no_grad()
+    def before_replay(self) -> None:
+        """Updates the masks for a step that is replayed as a CUDA graph, and counts it."""
+        self._require_unfinished()
+        self._begin()
+        self._count_step()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Leaves the masks and the count of steps alone, for a `with` block."""
+        self._captured = True
+        try:
+            yield
+        finally:
+            self._captured = False
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Returns the masks and the tensors of the method."""
+        others = (value for values in self.tensors().values() for value in values.values())
+        return [*self.masks.values(), *others]
+
     def _begin(self) -> None:
-        if not self._begun:
+        if not self._begun and not self._captured:
             self.update_masks()
             self._begun = True
+
+    def _count_step(self) -> None:
+        if not self._captured:
+            self.steps += 1
+        self._begun = self._ready = False
 
     def _set_masks(self, masks: Masks) -> None:
         """Replaces the masks, at the addresses that a captured graph reads."""

@@ -56,6 +56,8 @@ class FrankWolfe(Baseline):
     averages = False
     """Whether m is the average of the gradients, with weights momentum^t, rather than the sum."""
 
+    capturable_steps = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -53,6 +53,8 @@ class GradualObs(GradualMagnitude):
             gradient yet, or weights are sharded.
     """
 
+    capturable_steps = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -111,6 +111,8 @@ class SoftMovement(Movement):
         ValueError: If an argument is out of range.
     """
 
+    capturable_steps = False
+
     def __init__(
         self,
         model: nn.Module,

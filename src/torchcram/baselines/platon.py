@@ -45,6 +45,8 @@ class PLATON(Scheduled):
         ValueError: If a decay is not in [0, 1).
     """
 
+    capturable_steps = False
+
     def __init__(
         self,
         model: nn.Module,

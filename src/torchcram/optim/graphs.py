@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torchcram.layers import local_weights
 from torchcram.optim.cram import CrAM
 from torchcram.optim.sampler import StepPlan
 from torchcram.optim.step_state import RngState
+from torchcram.optim.wrapper import Wrapper
 from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class StepGraphs:
     def __init__(self, model: nn.Module, optimizer: Optimizer, body: Callable[[], object]) -> None:
         require_capturable(model, optimizer)
         self._optimizer = optimizer
+        self._wrapper = optimizer if isinstance(optimizer, Wrapper) else None
         self._cram = cram = optimizer if isinstance(optimizer, CrAM) else None
         self._body = body
         self._device = next(model.parameters()).device
@@ -75,6 +77,8 @@ class StepGraphs:
                 the capture, which graphs do not notice.
         """
         self._read_rates()
+        if self._wrapper is not None:
+            self._wrapper.before_replay()
         cram = self._cram
         if cram is None:
             plan = StepPlan()
@@ -129,10 +133,9 @@ class StepGraphs:
         return graph
 
     def _run(self, plan: StepPlan) -> None:
-        if self._cram is None:
-            self._body()
-            return
-        with self._cram._sampler.force(plan):
+        planned = nullcontext() if self._cram is None else self._cram._sampler.force(plan)
+        captured = nullcontext() if self._wrapper is None else self._wrapper.captured()
+        with planned, captured:
             self._body()
 
 
@@ -157,6 +160,9 @@ def require_capturable(model: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
     if isinstance(optimizer, CrAM):
         _require_same_steps(optimizer)
+    if not getattr(optimizer, "capturable_steps", True):
+        name = type(optimizer).__name__
+        raise ValueError(f"steps of {name} differ from one another and cannot be captured")
     base: Optimizer = getattr(optimizer, "base", optimizer)
     if not is_capturable(optimizer):
         raise ValueError(
@@ -248,7 +254,8 @@ def _unchanged(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
 
     State that the optimizer creates inside the block stays, filled with zeros, its initial value.
     """
-    held = [*model.parameters(), *model.buffers()]
+    kept = optimizer.kept_tensors() if isinstance(optimizer, Wrapper) else []
+    held = [*model.parameters(), *model.buffers(), *kept]
     before = [tensor.detach().clone() for tensor in held]
     states = {id(tensor): tensor.clone() for tensor in _state_tensors(optimizer)}
     sampled = optimizer._sampler.state_dict() if isinstance(optimizer, CrAM) else None

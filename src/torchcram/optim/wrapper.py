@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -16,6 +18,9 @@ class Wrapper(Optimizer):
     Args:
         base: Optimizer that is wrapped.
     """
+
+    capturable_steps: ClassVar[bool] = True
+    """Whether the device does the same work at every step, apart from what `before_replay` does."""
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
@@ -44,6 +49,18 @@ class Wrapper(Optimizer):
         if any(param_group is group for group in self.param_groups):
             return  # Optimizer.__init__ adds groups that the base optimizer has already
         self.base.add_param_group(param_group)
+
+    def before_replay(self) -> None:
+        """Does what precedes a step that is replayed as a CUDA graph: counts it, selects masks."""
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Leaves out what `before_replay` does, for a `with` block in which steps are captured."""
+        yield
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Returns the tensors beside the state of the base optimizer that steps change."""
+        return []
 
     def _extra_state(self) -> dict[str, Any]:
         """Returns the entries that the wrapper adds to the state of the base optimizer."""

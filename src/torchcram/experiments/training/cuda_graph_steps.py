@@ -76,7 +76,7 @@ def can_be_captured(optimizer: Optimizer, *, has_one_shape: bool = False) -> boo
         has_one_shape: Whether all batches have the same shape, so that there is a single graph.
     """
     if not isinstance(optimizer, CrAM):
-        return True
+        return getattr(optimizer, "capturable_steps", True)
     has_ranges = any(operator.is_range for operator in optimizer.operators)
     return not has_ranges and (has_one_shape or optimizer._sampler.mask_interval == 1)
 
