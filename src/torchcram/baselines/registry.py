@@ -36,7 +36,7 @@ class Method:
 
     Attributes:
         kind: Class of its optimizer.
-        summary: What it does, in a line.
+        summary: Line that says what it does.
     """
 
     kind: type[Baseline]
