@@ -24,8 +24,20 @@ from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import locked, write_atomically
 from torchcram.experiments.io.weights import digest, load_model_, save_model
 from torchcram.experiments.models import replace_head_
-from torchcram.experiments.recipe.build import build_initial_model, target_weights, to_device
-from torchcram.experiments.recipe.overrides import DENSE, Overrides, folder_name, read_at
+from torchcram.experiments.recipe.build import (
+    build_initial_model,
+    cram_weights,
+    target_weights,
+    to_device,
+)
+from torchcram.experiments.recipe.overrides import (
+    DENSE,
+    TRAINED,
+    Overrides,
+    folder_name,
+    read_at,
+    trained_target,
+)
 from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.training.run_folder import RUN, DataInfo
 from torchcram.experiments.training.steps import EagerStep, MakeStep
@@ -57,7 +69,8 @@ class StartKey:
     """Settings that determine the model which a fine-tuning starts from.
 
     Attributes:
-        at: Operator that the model is compressed by, as text, or "dense".
+        at: Operator that the model is compressed by, as text, or "dense"; "trained" for a sparse
+            model whose zeros are kept as a method trained them.
         new_head: Whether the last layer is replaced.
         weights: Digest of the model before compression.
         seed: Seed of the new head and of the calibration.
@@ -95,6 +108,25 @@ class Origin(StartKey):
     def holds_masks(self) -> bool:
         """Whether the zeros of the start are held during training."""
         return self.at != DENSE
+
+
+def start_key(source: Trained, at: str, *, new_head: bool, seed: int) -> StartKey:
+    """Returns the settings of the start that `finetune` makes of a trained model.
+
+    Args:
+        source: Training whose model is compressed.
+        at: Operator as `finetune` takes it.
+        new_head: Whether the last layer is replaced.
+        seed: Seed of the new run.
+
+    Raises:
+        ValueError: If the operator cannot be read, or the model has no zeros of a method to keep.
+    """
+    if new_head and at == TRAINED:
+        trained_target(source.recipe)  # refuses a dense model
+    else:
+        at = read_at(at)
+    return StartKey(at, new_head, digest(source.model.state_dict()), seed)
 
 
 def read_origin(folder: Path, key: StartKey | None = None) -> Origin | None:
@@ -148,7 +180,8 @@ def write_start(
             was trained on where a pruner needs that, or if the model does not take the data.
     """
     model = to_device(copy.deepcopy(source.model), device)
-    task, names = recipe.build_task(), list(target_weights(source.recipe, model))
+    weights_of = cram_weights if key.at == TRAINED else target_weights
+    task, names = recipe.build_task(), list(weights_of(source.recipe, model))
     before: float | None = None
     after: float | None = None
     if key.new_head:
@@ -228,6 +261,8 @@ def _compress(
         if not key.new_head:
             score = score_on_test(model, recipe, data, device=device)
         return _Compressed(model, (score, score))
+    if key.at == TRAINED:  # the zeros are there already
+        return _Compressed(model, (None, None))
     operator, calibration = parse_pruner(key.at), data
     if looks_at_data(operator):
         if not isinstance(operator, Pruner):
@@ -339,7 +374,8 @@ def finetune(
 
     Args:
         run_folder: Folder of a finished training.
-        at: Operator that only sets weights to zero, or pruner, as text; "dense" does not compress.
+        at: Operator that only sets weights to zero, or pruner, as text; "dense" does not compress,
+            and "trained", for a new head, keeps the zeros that a method trained.
         out: Folder of the new run.
         recipe: Recipe of the fine-tuning, from `finetune_recipe` or `transfer_recipe`.
         data: Dataset to train and test on.
@@ -377,9 +413,8 @@ def finetune(
     different = explain_differences(plain(source.info.data), plain(DataInfo.of(data)))
     if different and not new_head:
         raise ValueError(f"{run_folder} was trained on other data: {'; '.join(different)}")
-    at = read_at(at)
     seed = source.info.seed if seed is None else seed
-    key = StartKey(at, new_head, digest(source.model.state_dict()), seed)
+    key = start_key(source, at, new_head=new_head, seed=seed)
     origin = read_origin(out, key)  # refuses the folder of another run before any work
     if origin is None:
         origin = write_start(
