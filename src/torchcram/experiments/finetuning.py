@@ -268,10 +268,7 @@ def _compress(
         if not isinstance(operator, Pruner):
             raise _not_a_pruning(operator)
         if key.new_head:
-            raise ValueError(
-                f"{key.at} looks at the data that the model was trained on, not at "
-                f"{data.name!r}; allowed: operators such as global:0.9, and {DENSE!r}"
-            )
+            raise _looks_at_source_data(key.at)
         stop = recipe.train.early_stopping
         if stop is not None:  # no pruner sees what early stopping holds out
             calibration = recipe.build_task().hold_out(data, stop.held_out)
@@ -301,6 +298,13 @@ def _only_prunes(operator: Operator, model: nn.Module, recipe: Recipe) -> bool:
     return masks is not None and all(
         torch.equal(weights[name], original[name].masked_fill(mask.logical_not(), 0))
         for name, mask in masks.items()
+    )
+
+
+def _looks_at_source_data(at: str) -> ValueError:
+    return ValueError(
+        f"{at} looks at the data that the model was trained on, which a transfer does not have; "
+        f"allowed: operators such as global:0.9, and {DENSE!r}"
     )
 
 
@@ -393,17 +397,11 @@ def finetune(
             pruned weight is not zero after training.
     """
     source = load_trained(run_folder, torch.device("cpu"))
+    if new_head:
+        require_new_head(source.recipe, recipe)
     ours, theirs = source.recipe.model.name, recipe.model.name
     if ours != theirs:
         raise ValueError(f"{run_folder} has the model {ours!r}, {recipe.name} has {theirs!r}")
-    if new_head:
-        for task in (source.recipe.build_task(), recipe.build_task()):
-            task.require_transfer()
-    if new_head and recipe.train.distillation is not None:
-        raise ValueError(
-            f"{recipe.name}: train.distillation needs a teacher with the same classes, and a new "
-            "head has other classes; allowed: null"
-        )
     known, needed = len(source.info.data.classes), len(data.classes)
     if known != needed and not new_head:
         raise ValueError(
@@ -435,6 +433,58 @@ def finetune(
         progress=progress,
     )
     return _checked(out, trained, origin, start)
+
+
+def require_new_head(source: Recipe, recipe: Recipe) -> None:
+    """Raises ValueError if a recipe cannot train a model of another one with a new head.
+
+    Args:
+        source: Recipe that the model was trained with.
+        recipe: Recipe of the transfer.
+    """
+    for task in (source.build_task(), recipe.build_task()):
+        task.require_transfer()
+    if recipe.train.distillation is not None:
+        raise ValueError(
+            f"{recipe.name}: train.distillation needs a teacher with the same classes, and a new "
+            "head has other classes; allowed: null"
+        )
+    if recipe.method is not None:
+        raise ValueError(
+            f"{recipe.name}: the section method chooses zeros of its own, and a transfer holds "
+            "those that the model has; allowed: null"
+        )
+
+
+def check_operator(source: Trained, at: str) -> None:
+    """Raises ValueError unless an operator can compress a model for a new head.
+
+    Args:
+        source: Training whose model would be compressed.
+        at: Operator as `finetune` takes it.
+    """
+    if at in (DENSE, TRAINED):
+        return
+    operator = parse_pruner(at)
+    if looks_at_data(operator):
+        raise _looks_at_source_data(at)
+    if not _only_prunes(operator, source.model, source.recipe):
+        raise _not_a_pruning(operator)
+
+
+def check_new_head(source: Trained, recipe: Recipe, data: Dataset) -> None:
+    """Raises ValueError unless a model with a new head takes the data of a transfer.
+
+    Args:
+        source: Training whose model would get the head; it stays unchanged.
+        recipe: Recipe of the transfer.
+        data: Dataset of that recipe.
+    """
+    task, model = recipe.build_task(), copy.deepcopy(source.model)
+    if recipe.train.early_stopping is not None:
+        task.divide_epochs(data, 1)
+    _replace_head_(model, len(data.classes), seed=0)
+    task.check_model(model, data, device=torch.device("cpu"))
 
 
 def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> FineTuned:
@@ -527,7 +577,7 @@ def finetune_grid(
     for overrides, recipe in recipes.items():
         folder = out / folder_name(overrides)
         if trials:
-            _share_start(trials[0].folder, folder)
+            share_start(trials[0].folder, folder)
         try:
             finetuned = finetune(
                 run_folder,
@@ -551,8 +601,13 @@ def finetune_grid(
     return Grid(sorted(trials, key=lambda trial: trial.held_out, reverse=True), failed)
 
 
-def _share_start(source: Path, folder: Path) -> None:
-    """Copies the start of another trial; one computed again might differ in the last digits."""
+def share_start(source: Path, folder: Path) -> None:
+    """Copies the start of another trial; one computed again might differ in the last digits.
+
+    Args:
+        source: Folder of the other trial, which has a start.
+        folder: Folder of a trial; a start that it has stays.
+    """
     with locked(folder):
         if not (folder / ORIGIN).exists():
             for name in (START, ORIGIN):  # the start is complete once the second exists

@@ -6,9 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
-from torchcram.experiments.evaluation.results import Result, TargetResult, mean, std
+from torchcram.experiments.evaluation.results import (
+    Result,
+    TargetResult,
+    TransferSource,
+    mean,
+    std,
+)
 from torchcram.experiments.io.dict_diff import flat
 from torchcram.experiments.recipe import training_passes
+from torchcram.experiments.recipe.overrides import DENSE
 from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
 
 PASSES = "passes: forward and backward over the training set"
@@ -83,14 +90,25 @@ def dense(result: Result) -> MeanStd:
 
 
 def trained_for(result: Result) -> str | None:
-    """Returns the target that a method trained a sparse model for; None for dense models."""
+    """Returns the target that a model was trained sparse for; None for dense models.
+
+    A method trains sparse models, and so does a transfer that holds masks.
+    """
+    source = transferred_from(result)
+    if source is not None:
+        return None if source.at == DENSE else source.at
     method = result.recipe.get("method")
     return str(method["target"]) if isinstance(method, Mapping) and "target" in method else None
 
 
+def transferred_from(result: Result) -> TransferSource | None:
+    """Returns the model that a transfer started from; None for all other trainings."""
+    return result.seeds[0].source
+
+
 def title(result: Result) -> str:
     """Returns the title of a result; "DPF, trained for 90 %" for a model trained sparse."""
-    target = trained_for(result)
+    target = None if transferred_from(result) is not None else trained_for(result)
     return result.title if target is None else f"{result.title}, trained for {_in_words(target)}"
 
 
