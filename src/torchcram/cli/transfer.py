@@ -204,7 +204,7 @@ def transfers(
     ] = False,
     json: ResultFile = None,
 ) -> None:
-    """Show how much the errors of transferred sparse models exceed those of dense ones."""
+    """Show the results of transfers: sparse models compared with dense ones, on every task."""
     with errors_in_a_line():
         from torchcram.cli.output import result_output, show
         from torchcram.report.markdown_tables import transfer_markdown

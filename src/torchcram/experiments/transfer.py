@@ -287,8 +287,8 @@ class LrSearch:
     """Learning rates that were tried.
 
     Attributes:
-        trials: Those whose training finished, the best first.
-        failed: Error messages of those whose loss was not finite, by learning rate.
+        trials: Trials that finished, the best first.
+        failed: Error messages of trainings whose loss was not finite, by learning rate.
     """
 
     trials: tuple[LrTrial, ...]
@@ -506,10 +506,10 @@ def _dense_source(source: Source, candidates: Sequence[Source]) -> Source:
     seeds = [each for each in fitting if each.info.seed == source.info.seed]
     fitting = seeds or fitting
     if len({each.recipe.name for each in fitting}) != 1:
-        found = ", ".join(str(each.folder) for each in fitting) or "none of the runs"
+        folders = ", ".join(str(each.folder) for each in fitting) or "none of the runs"
         raise ValueError(
             f"{source.folder} is sparse and needs a dense run of the same model and data that it "
-            f"is compared with; these fit: {found}; name one by --dense RUN"
+            f"is compared with; these fit: {folders}; name one by --dense RUN"
         )
     return fitting[0]
 
