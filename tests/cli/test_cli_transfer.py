@@ -133,13 +133,29 @@ def test_the_learning_rate_is_chosen_on_training_images_alone():
     assert read_run(Path("again"))[0].optimizer.lr == float(other)
 
 
-def test_a_learning_rate_that_fails_is_left_out():
+def test_a_learning_rate_or_a_transfer_that_fails_is_left_out(monkeypatch):
     line = ["transfer", "sgd", "--at", "dense", "--to", NEAR, "--out", "moved"]
     done = succeed(*line, "--lr", 0.1, "--lr", 1e30)
     assert "failed" in done.stdout
     assert read_run(Path("moved"))[0].optimizer.lr == 0.1
     said = fail("transfer", "sgd", "--at", "dense", "--to", NEAR, "--lr", 1e30, "--lr", 1e31)
     assert "every training failed" in said
+    line = ["transfer", "sgd", "--at", "dense", "--to", NEAR, "--to", OTHER, "--out", "two"]
+    folder = Path("two/digits-convnet-digits-sgd-seed0/dense-other-convnet-digits-unused")
+    succeed(*line)
+    shutil.rmtree(folder)
+    real = transfer.finetune
+
+    def failing(run, at, out, **options):
+        if out == folder:
+            raise FloatingPointError("the loss is infinite")
+        return real(run, at, out, **options)
+
+    monkeypatch.setattr(transfer, "finetune", failing)
+    done = command(*line)
+    assert done.exit_code == 1
+    assert "error: sgd seed 0, dense, to other: the loss is infinite" in done.stderr
+    assert "│ SGD    │ dense │" in done.stdout
 
 
 def test_stopped_and_continued_is_bit_for_bit_the_same(monkeypatch):

@@ -86,6 +86,17 @@ def test_transfer_is_the_other_recipe_for_this_model():
     assert Recipe.from_dict(found.to_dict()) == found
 
 
+def test_the_method_of_a_sparse_model_is_not_used_again():
+    method = "method={name: dpf, target: 'global:0.9', args: {end: 50 %}}"
+    given = recipe(method, method="sgd")
+    assert finetune_recipe(given, "dense").method is None
+    found = transfer_recipe(given, "trained", load_recipe("cifar100/resnet20/transfer"))
+    assert found.name == "cifar100/convnet-digits/transfer-of-sgd-global-0.9"
+    assert (found.method, found.title) == (None, "SGD at global:0.9, transferred")
+    with pytest.raises(ValueError, match="trains a dense model, which has no zeros of its own"):
+        transfer_recipe(CIFAR, "trained", found)
+
+
 def test_at_is_written_in_one_way():
     assert read_at(" dense ") == "dense"
     assert read_at("uniform:.50") == "uniform:0.5"

@@ -178,7 +178,7 @@ def transfer(
             if parallel:
                 shown, failed = _in_parallel(items, options, jobs)
             else:
-                shown, failed = _in_turn(items, datasets, options, progress), False
+                shown, failed = _in_turn(items, datasets, options, progress)
             summary = summarize(shown)
             if len(items) > 1 and shown and progress is not Style.json:
                 show(transfer_table(summary))
@@ -252,31 +252,42 @@ def _in_turn(
     datasets: dict[str, Dataset],
     options: TransferOptions,
     style: Style,
-) -> list[Result]:
-    """Does transfers one after another; returns their results."""
+) -> tuple[list[Result], bool]:
+    """Does transfers one after another; of several, one that fails does not stop the others.
+
+    Returns:
+        Results of those that succeeded, and whether one failed.
+    """
     from torchcram.cli.progress import watching
     from torchcram.experiments.results_store import add_to_results
     from torchcram.experiments.transfer import run_transfer
 
-    shown = []
+    shown: list[Result] = []
+    alone = len(items) == 1
     for item in items:
-        with watching(style) as watch:
-            done = run_transfer(
-                item,
-                datasets[item.target],
-                device=find_device(options.device),
-                make_step=step_maker(options.eager),
-                eval_interval=options.eval_interval,
-                progress=watch.training,
-            )
+        try:
+            with watching(style) as watch:
+                done = run_transfer(
+                    item,
+                    datasets[item.target],
+                    device=find_device(options.device),
+                    make_step=step_maker(options.eager),
+                    eval_interval=options.eval_interval,
+                    progress=watch.training,
+                )
+        except FloatingPointError as error:
+            if alone:
+                raise
+            _say(f"error: {item.name}: {error}")
+            continue
         if style is not Style.json:
-            _show(done, alone=len(items) == 1)
+            _show(done, alone=alone)
         if options.results is not None:
             path = add_to_results(options.results, item.recipe, done.seed_result)
             if style is not Style.json:
                 typer.echo(f"result: {path}")
         shown.append(done.result)
-    return shown
+    return shown, len(shown) < len(items)
 
 
 def _show(done: Transferred, *, alone: bool) -> None:

@@ -346,8 +346,9 @@ def run_transfer(
         progress: Function that takes the name of a training and returns its progress function.
 
     Raises:
-        ValueError: If a folder holds another run, or the training failed with every learning rate.
-        FloatingPointError: If the loss is not finite.
+        ValueError: If a folder holds another run.
+        FloatingPointError: If the loss is not finite, with every learning rate if there are
+            several.
     """
     search, chosen = None, next(iter(item.recipes))
     if len(item.recipes) > 1:
@@ -420,7 +421,9 @@ def _search_lr(
         trials.append(LrTrial(point, score))
     if not trials:
         first = next(iter(failed))
-        raise ValueError(f"every training failed; the first, {' '.join(first)}: {failed[first]}")
+        raise FloatingPointError(
+            f"every training failed; the first, {' '.join(first)}: {failed[first]}"
+        )
     for trial in trials:  # the scores are in run.json, and no weights are needed any more
         _remove_weights(folders[trial.overrides])
     best_first = sorted(trials, key=lambda trial: trial.held_out, reverse=True)
