@@ -61,7 +61,8 @@ TRANSFORMERS = ("tests/integrations/test_transformers.py",)
 LIGHTNING = ("tests/integrations/test_lightning.py",)
 
 MUTANTS = [
-    Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
+    Mutant("optim/cram.py", "rho * unit", "-rho * unit", ORACLE),
+    Mutant("optim/gradients.py", "ratio * lengths", "lengths", ORACLE),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
     Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
     Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),

@@ -11,7 +11,7 @@ from result_samples import result, seed
 from torchcram.experiments.evaluation.results import TransferSource, write_result
 from torchcram.report.markdown_tables import markdown_table
 from torchcram.report.results_table import result_table
-from torchcram.report.summary import title, trained_for
+from torchcram.report.summary import trained_for
 from torchcram.report.transfer import cells, summarize
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,6 @@ def test_the_table_in_markdown():
 def test_a_sparse_model_is_not_called_dense():
     sparse, dense = everything()[:2]
     assert (trained_for(sparse), trained_for(dense)) == ("global:0.9", None)
-    assert title(sparse) == "transfer-of-sgd-global-0.9"
     assert "zeros of global:0.9 held" in str(result_table(sparse).title)
 
 

@@ -46,6 +46,7 @@ from torchcram.experiments.recipe.overrides import (
     folder_name,
     read_at,
     trained_target,
+    trains_sparse,
     transfer_recipe,
 )
 from torchcram.experiments.results_store import RESULT, as_result, load_or_measure
@@ -88,7 +89,7 @@ class Source:
     @property
     def is_sparse(self) -> bool:
         """Whether a method trained it sparse, so that it has one sparsity and no dense form."""
-        return self.recipe.method is not None
+        return trains_sparse(self.recipe)
 
     @property
     def is_plain(self) -> bool:
@@ -144,8 +145,7 @@ class Transfer:
     @property
     def operator(self) -> str:
         """The operator that stands for its sparsity, or "dense"."""
-        method = self.source.recipe.method
-        return method.target if self.at == TRAINED and method is not None else self.at
+        return trained_target(self.source.recipe) if self.at == TRAINED else self.at
 
 
 def read_source(folder: Path) -> Source:
@@ -485,16 +485,16 @@ def _grid(lrs: Sequence[float]) -> list[Overrides]:
 
 def _sparsities(source: Source, ats: Sequence[str]) -> list[str]:
     """Returns what to compress a source by, in canonical form."""
-    method = source.recipe.method
-    if method is None:
+    if not source.is_sparse:
         if TRAINED in ats:
             trained_target(source.recipe)  # refuses it
         return list(dict.fromkeys(map(read_at, ats))) or [DENSE]
+    target = trained_target(source.recipe)
     for at in ats:
-        if at != TRAINED and read_at(at) != method.target:
+        if at != TRAINED and read_at(at) != target:
             raise ValueError(
-                f"{source.folder} was trained by {method.name} to be sparse, and {at} is not what "
-                f"it was trained for; allowed: {method.target}, or no --at"
+                f"{source.folder} was trained to be sparse, and {at} is not what it was trained "
+                f"for; allowed: {target}, or no --at"
             )
     return [TRAINED]
 

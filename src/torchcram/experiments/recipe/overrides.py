@@ -128,12 +128,17 @@ def transfer_recipe(
         epochs: Number of epochs; by default that of `to`.
         overrides: Further changes, such as "optimizer.lr=0.01".
     """
-    at = trained_target(recipe) if at == TRAINED else read_at(at)
+    title = recipe.title
+    if at == TRAINED:
+        at = trained_target(recipe)
+    else:
+        at = read_at(at)
+        title = f"{title} at {at}"
     transfer = replace(
         to,
         name=f"{to.task_name}/{recipe.architecture}/{to.method_name}-of-{recipe.method_name}-"
         f"{slug(at)}",
-        title=f"{recipe.title} at {at}, transferred",
+        title=f"{title}, transferred",
         model=replace(recipe.model, pretrained=False, freeze=None),
     )
     return with_epochs(with_overrides(transfer, overrides), epochs)
@@ -156,13 +161,20 @@ def read_at(at: str) -> str:
     return str(operator)
 
 
+def trains_sparse(recipe: Recipe) -> bool:
+    """Returns whether a method trains a sparse model; some train dense ones for all targets."""
+    if recipe.method is None:
+        return False
+    return getattr(parse_pruner(recipe.method.target), "sparsity", None) != 0
+
+
 def trained_target(recipe: Recipe) -> str:
     """Returns the target that the method of a recipe trains a sparse model for, as text.
 
     Raises:
-        ValueError: If there is no method, so that no zeros are trained.
+        ValueError: If the recipe trains a dense model.
     """
-    if recipe.method is None:
+    if recipe.method is None or not trains_sparse(recipe):
         raise ValueError(
             f"{recipe.name} trains a dense model, which has no zeros of its own; allowed: an "
             f"operator such as global:0.9, or {DENSE!r}"
