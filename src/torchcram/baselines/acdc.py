@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchcram.baselines.base import Baseline
+from torchcram.baselines.held_mask import HeldMask
 from torchcram.layers import local_weights
-from torchcram.weights import apply_masks_, mask_gradients_
+from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchcram.weights import Weights
 
 
-class ACDC(Baseline):
+class ACDC(HeldMask):
     """Phases in which M = C(w) is held alternate with phases in which all weights train.
 
         compressed phase    w <- M * w once, then w <- w - lr M * g
@@ -81,17 +81,9 @@ class ACDC(Baseline):
         if compressed == before:
             return
         if compressed:
-            self._set_masks(self.operator.select(local_weights(self.weights)))
+            self.set_masks(self.operator.select(local_weights(self.weights)))
             apply_masks_(self.weights, self.masks)
         else:
             for mask in self.masks.values():
                 mask.fill_(True)
-        self._reset_base()
-
-    def combine_(self) -> None:
-        """Masks the gradient: g~ = M * g, with M = 1 in a dense phase."""
-        mask_gradients_(self.weights, self.masks)
-
-    def project_(self) -> None:
-        """Keeps pruned weights at zero in a compressed phase."""
-        apply_masks_(self.weights, self.masks)
+        self.reset_base_()
