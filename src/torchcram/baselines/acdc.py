@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from torchcram.baselines.held_mask import HeldMask
 from torchcram.layers import local_weights
-from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,8 +23,8 @@ class ACDC(HeldMask):
         dense phase         w <- w - lr g
 
     Peste et al., "AC/DC: alternating compressed/decompressed training", NeurIPS 2021. It begins
-    with a dense phase and ends with a compressed one; the state of the base optimizer starts from
-    zero in every phase.
+    with a dense phase and ends with a compressed one. Momentum and moments start from zero in every
+    later dense phase, as in the released code of the paper.
 
     Args:
         model: Model to train.
@@ -75,15 +74,15 @@ class ACDC(HeldMask):
         return step >= self.warmup and (step - self.warmup) // self.period % 2 == 0
 
     def update_masks(self) -> None:
-        """Begins a phase: selects M, or keeps all weights; moments start from zero."""
+        """Begins a phase: selects M, or keeps all weights and resets the moments."""
         compressed = self.is_compressed(self.steps)
         before = self.steps > 0 and self.is_compressed(self.steps - 1)
         if compressed == before:
             return
         if compressed:
             self.set_masks(self.operator.select(local_weights(self.weights)))
-            apply_masks_(self.weights, self.masks)
+            self.hold_()
         else:
             for mask in self.masks.values():
                 mask.fill_(True)
-        self.reset_base_()
+            self.reset_base_()
