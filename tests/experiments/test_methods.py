@@ -141,7 +141,7 @@ def test_a_schedule_that_ends_after_the_training_is_refused_before_it(name, tmp_
 def test_tables_show_a_sparse_model_in_the_column_of_its_target():
     method = {"name": "dpf", "target": "global:0.9"}
     scores = {"global:0.9": 0.91, "nm:2:4": 0.5}
-    sample = result("dpf-k90", [seed(0, 0.9, scores)], title="DPF", cram=None)
+    sample = result("dpf-k90", [seed(0, 0.9, scores)], title="DPF, 90 %", cram=None)
     sample = replace(sample, recipe={**sample.recipe, "method": method})
     row = markdown_table([sample], "cifar/net").splitlines()[2]
-    assert row.startswith("| DPF, trained for 90 % |  | 90.00 | 50.00 (-40.00) | 1 | 20 | 20 |")
+    assert row.startswith("| DPF, 90 % |  | 90.00 | 50.00 (-40.00) | 1 | 20 | 20 |")

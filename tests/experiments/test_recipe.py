@@ -116,7 +116,7 @@ def test_every_recipe_is_in_order(name):
     assert recipe.task_name == recipe.data.name
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     plain = ("sgd", "sgd-2x", "adamw", "adamw-2x", "transfer")
-    assert (recipe.cram is None) == (recipe.method_name in plain)
+    assert (recipe.cram is None and recipe.method is None) == (recipe.method_name in plain)
     if (cram := recipe.cram) is not None:
         weights = parameters_of(recipe)
         assert "conv1.weight" not in weights or not any("nm:" in text for text in cram.operators)
@@ -136,15 +136,16 @@ def cases():
     """
     found = {}
     for recipe in EVERY.values():
-        alike = recipe if recipe.model.name in SMALL else replace(recipe, cram=None)
-        found.setdefault((alike.model.name, alike.cram), alike)
+        alike = recipe if recipe.model.name in SMALL else replace(recipe, cram=None, method=None)
+        method = None if alike.method is None else alike.method.name
+        found.setdefault((alike.model.name, alike.cram, method), alike)
     return [pytest.param(recipe, id=recipe.name) for recipe in found.values()]
 
 
 @pytest.mark.parametrize("recipe", cases())
 def test_every_recipe_runs_a_batch(recipe):
     model = build_model(recipe.model.name, classes=10)
-    optimizer = build_optimizer(recipe, model, seed=0)
+    optimizer = build_optimizer(recipe, model, seed=0, steps_per_epoch=100)
     before = snapshot(model)
     batch = torch.randn(shape_of(recipe)), torch.randint(10, (2,))
     shares = (1.0, 1.0) if recipe.cram is None else recipe.cram.shares
@@ -224,7 +225,8 @@ def test_the_other_cifar10_has_the_same_recipes():
 
 
 def test_every_multi_has_its_cheaper_forms_and_a_plain_training_of_its_cost():
-    multis = [name for name in ALL if name.endswith(("/cram-plus-multi", "-multi-long", "-k95"))]
+    ends = ("/cram-plus-multi", "-multi-long", "/cram-plus-k95")
+    multis = [name for name in ALL if name.endswith(ends)]
     assert len(multis) > 12
     for name in multis:
         whole, per_epoch = ALL[name], {"": 2, "-1.5x": 1.5, "-1x": 1}
@@ -487,6 +489,42 @@ def test_a_family_that_extends_itself_is_refused(write):
         load_recipe(f"{path}:a")
 
 
+def test_a_method_with_targets_is_one_per_target(write):
+    path = write(
+        """
+        base: {extends: digits/convnet-digits/sgd}
+        methods:
+          dpf:
+            title: DPF
+            method: {name: dpf, args: {end: 50 %}}
+            targets: [global:0.9, uniform:0.125, nm:2:4]
+          longer: {from: dpf-k90, train: {epochs: 80}}
+        """.replace("nm:2:4", "row:0.5")
+    )
+    recipe = load_recipe(f"{path}:dpf-k90")
+    assert (recipe.method.target, recipe.compress.to) == ("global:0.9", ("global:0.9",))
+    assert load_recipe(f"{path}:dpf-k12.5").method.target == "uniform:0.125"
+    assert load_recipe(f"{path}:dpf-k50").method.target == "row:0.5"
+    longer = load_recipe(f"{path}:longer")
+    assert (longer.method, longer.train.epochs) == (recipe.method, 80)
+    with pytest.raises(ValueError, match="dpf-k90"):
+        load_recipe(f"{path}:dpf")
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("[]", r"targets is \[\]; allowed: a list of operators"),
+        ("global:0.9", "a list of operators"),
+        ("[half]", r"targets\[0\] is no"),
+    ],
+)
+def test_targets_that_are_no_operators_are_refused(write, targets, message):
+    path = write(f"base: {{}}\nmethods: {{a: {{method: {{name: dpf}}, targets: {targets}}}}}")
+    with pytest.raises(ValueError, match=message):
+        load_recipe(f"{path}:a-k90")
+
+
 KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text, task, method"
 
 
@@ -506,7 +544,7 @@ KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text, ta
         ),
         (
             "base: {}\nmethods: {a: {name: a/b/c}}",
-            rf"methods.a.name is no known key.*; allowed: from, {KEYS}$",
+            rf"methods.a.name is no known key.*; allowed: from, targets, {KEYS}$",
         ),
         (
             "base: {}\nmethods: {a: {}}\nvariants: {a/b: {from: a}}",

@@ -84,7 +84,7 @@ def run_demo(
 
 
 def _name(recipe: Recipe, seed: int) -> str:
-    return f"{recipe.method}-{recipe.train.epochs}-epochs-seed{seed}"
+    return f"{recipe.method_name}-{recipe.train.epochs}-epochs-seed{seed}"
 
 
 def _train(

@@ -78,7 +78,7 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
 def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[str]:
     cells = [_cell(result, target) for target in targets]
     cost = [summary.epochs(result), summary.passes(result), f"{summary.minutes(result):.1f}"]
-    name = summary.title(result) + (f" on {result.data}" if data else "")
+    name = result.title + (f" on {result.data}" if data else "")
     dense = str(summary.dense(result)) if summary.trained_for(result) is None else ""
     return [_escaped(name), dense, *cells, str(len(result.seeds)), *cost]
 

@@ -85,25 +85,19 @@ def dense(result: Result) -> MeanStd:
 def trained_for(result: Result) -> str | None:
     """Returns the target that a method trained a sparse model for; None for dense models."""
     method = result.recipe.get("method")
-    return str(method["target"]) if isinstance(method, Mapping) and "target" in method else None
+    if not isinstance(method, Mapping) or "target" not in method:
+        return None
+    target = str(method["target"])
+    return None if _sparsity(target) == 0 else target  # a method may train for all targets
 
 
-def title(result: Result) -> str:
-    """Returns the title of a result; "DPF, trained for 90 %" for a model trained sparse."""
-    target = trained_for(result)
-    return result.title if target is None else f"{result.title}, trained for {_in_words(target)}"
-
-
-def _in_words(target: str) -> str:
-    """Returns "90 %" for an operator with a sparsity, and "2:4" for a pattern."""
-    kind, _, rest = target.partition(":")
-    if kind == "nm":
-        return rest
+def _sparsity(target: str) -> float | None:
+    """Returns the sparsity of an operator as text, if it has one."""
     try:
         level = getattr(parse_operator(target), "sparsity", None)
     except ValueError:
-        return target
-    return f"{number(100 * level)} %" if isinstance(level, float) else target
+        return None
+    return level if isinstance(level, float) else None
 
 
 def summaries(result: Result) -> dict[str, TargetSummary]:

@@ -19,9 +19,15 @@ def test_every_recipe_is_in_order(name):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert recipe.model.freeze == r"\.embeddings\."
     assert recipe.compress.only == r"\.encoder\."
+    if recipe.method is not None:
+        assert recipe.compress.to == (recipe.method.target,)
+        assert recipe.method.only == recipe.compress.only
+        return
     assert recipe.compress.to == (*LEVELS, "nm:2:4", "int8", "int4")
     assert recipe.compress.watch in recipe.compress.to
-    assert (recipe.cram is None) == (recipe.method_name in ("adam", "adam-long"))
+    assert (recipe.cram is None and recipe.method is None) == (
+        recipe.method_name in ("adam", "adam-long")
+    )
     if recipe.cram is not None:
         assert recipe.title.startswith(recipe.cram.rule)
         assert recipe.cram.only == (recipe.compress.only if recipe.cram.operators else None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchcram import NM, Operator
 from torchcram.experiments.io.dataclass_io import (
     BadValue,
     did_you_mean,
@@ -13,7 +15,9 @@ from torchcram.experiments.io.dataclass_io import (
     require_one_of,
     shown,
 )
+from torchcram.experiments.io.files import slug
 from torchcram.experiments.io.yaml_text import merged
+from torchcram.experiments.recipe.checks import read_operator
 from torchcram.experiments.recipe.schema import Recipe
 
 _SETTINGS = tuple(section.name for section in dataclasses.fields(Recipe) if section.name != "name")
@@ -28,7 +32,9 @@ class RecipeFamily:
 
     Attributes:
         base: Settings of all recipes. `extends` names a recipe that they are put on top of.
-        methods: Settings of each method. `from` names another method that it starts from.
+        methods: Settings of each method. `from` names another method that it starts from. With
+            `targets`, a list of operators, it stands for a method per target, such as dpf-k90 for
+            global:0.9, which trains for this target and is compressed to it.
         variants: Settings of each variant, which is called "<task>/<model>": the same methods for
             another dataset or model. `methods` lists those that it has; by default it has all.
     """
@@ -42,7 +48,9 @@ class RecipeFamily:
         require(bool(self.methods), "methods", self.methods, "at least one method")
         for method, settings in self.methods.items():
             require("/" not in method, "methods", method, "names without a slash")
-            _require_keys(f"methods.{method}", settings, "from")
+            _require_keys(f"methods.{method}", settings, "from", "targets")
+        object.__setattr__(self, "methods", dict(_one_per_target(self.methods)))
+        for method in self.methods:
             self._lineage(method)
         for variant, settings in self.variants.items():
             require(variant.count("/") == 1, "variants", variant, "names <task>/<model>")
@@ -91,9 +99,47 @@ class RecipeFamily:
         require(len(set(methods)) == len(methods), key, methods, "every method once")
 
 
-def _require_keys(section: str, settings: dict[str, Any], also: str) -> None:
+def _one_per_target(
+    methods: Mapping[str, dict[str, Any]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields methods by name; a method with `targets` once for every target."""
+    for method, settings in methods.items():
+        if "targets" not in settings:
+            yield method, settings
+            continue
+        key, targets = f"methods.{method}.targets", settings["targets"]
+        if not (isinstance(targets, list) and targets):
+            raise BadValue(key, f"is {shown(targets)}", "a list of operators")
+        require(isinstance(settings.get("method"), dict), key, targets, "null, without `method`")
+        others = {name: value for name, value in settings.items() if name != "targets"}
+        for index, text in enumerate(targets):
+            operator = read_operator(f"{key}[{index}]", text)
+            title = settings.get("title", method)
+            target = {
+                "title": f"{title}, trained for {_in_words(operator)}",
+                "method": {"target": str(operator)},
+                "compress": {"to": [str(operator)]},
+            }
+            yield f"{method}-{_suffix(operator)}", merged(others, target)
+
+
+def _in_words(operator: Operator) -> str:
+    """Returns "90 %" for an operator with a sparsity of 0.9, and "2:4" for a pattern."""
+    level = getattr(operator, "sparsity", None)
+    if isinstance(level, float):
+        return f"{100 * level:.4g} %"
+    return f"{operator.keep}:{operator.group}" if isinstance(operator, NM) else str(operator)
+
+
+def _suffix(operator: Operator) -> str:
+    """Returns "k90" for an operator with a sparsity of 0.9, otherwise its text as a file name."""
+    level = getattr(operator, "sparsity", None)
+    return f"k{100 * level:.4g}" if isinstance(level, float) else slug(str(operator))
+
+
+def _require_keys(section: str, settings: dict[str, Any], *also: str) -> None:
     """Raises `BadValue` unless the keys are those of a recipe, except `name`, or `also`."""
-    allowed = (also, *_SETTINGS)
+    allowed = (*also, *_SETTINGS)
     for key in settings:
         if key not in allowed:
             problem = f"is no known key{did_you_mean(key, allowed)}"

@@ -129,7 +129,7 @@ def transfer_recipe(
     at = read_at(at)
     transfer = replace(
         to,
-        name=f"{to.task_name}/{recipe.architecture}/{to.method}-of-{recipe.method}-{slug(at)}",
+        name=f"{to.task_name}/{recipe.architecture}/{to.method_name}-of-{recipe.method_name}-{slug(at)}",
         title=f"{recipe.title} at {at}, transferred",
         model=replace(recipe.model, pretrained=False),
     )
