@@ -62,6 +62,7 @@ LIGHTNING = ("tests/integrations/test_lightning.py",)
 EQUATIONS = ("tests/baselines/test_equations.py",)
 HELD_MASK = ("tests/baselines/test_held_mask.py",)
 PROTOCOL = ("tests/baselines/test_protocol.py",)
+INTERRUPTED_METHOD = (f"{PROTOCOL[0]}::test_a_training_interrupted_in_a_pass_resumes_bit_for_bit",)
 SCHEDULES = ("tests/baselines/test_schedule_properties.py",)
 RECIPE_METHODS = ("tests/experiments/test_methods.py",)
 
@@ -208,8 +209,18 @@ MUTANTS = [
     ),
     Mutant("baselines/base.py", "self._undo.push(self._backup.restore)", "pass", PROTOCOL),
     Mutant("baselines/base.py", "            self.steps += 1\n", "            pass\n", EQUATIONS),
-    Mutant("baselines/base.py", "self._begun = bool(extra.get", "_ = bool(extra.get", PROTOCOL),
-    Mutant("baselines/base.py", "elif self.moves and not self._ready:", "elif False:", PROTOCOL),
+    Mutant(
+        "baselines/base.py",
+        "self._begun = bool(extra.get",
+        "_ = bool(extra.get",
+        INTERRUPTED_METHOD,
+    ),
+    Mutant(
+        "baselines/base.py",
+        "elif self.moves and not self._ready:",
+        "elif False:",
+        (f"{PROTOCOL[0]}::test_a_step_with_a_gradient_at_w_is_refused",),
+    ),
     Mutant(
         "baselines/base.py",
         "            zero_unmasked_(moments, [mask] * len(moments))\n",
@@ -237,7 +248,7 @@ MUTANTS = [
         "baselines/scheduled.py",
         "if schedule.initial > self.final_sparsity:",
         "if False:",
-        PROTOCOL,
+        (f"{PROTOCOL[0]}::test_a_schedule_that_begins_above_the_target_is_refused",),
     ),
     Mutant("baselines/dpf.py", "after_end=True", "after_end=False", EQUATIONS),
     Mutant("baselines/acdc.py", "            self.reset_base_()\n", "", EQUATIONS),
@@ -249,7 +260,9 @@ MUTANTS = [
         "experiments/recipe/methods.py",
         "optimizer.check_length(epochs * steps_per_epoch)",
         "pass",
-        RECIPE_METHODS,
+        (
+            f"{RECIPE_METHODS[0]}::test_a_schedule_that_ends_after_the_training_is_refused_before_it",
+        ),
     ),
 ]
 

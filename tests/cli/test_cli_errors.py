@@ -58,7 +58,7 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         (
             "{name: dpf, target: global:0.9, args: {end: 5 epochs}}",
@@ -86,10 +86,10 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
         ("{name: l0, target: global:0.9, args: {penalty: -1}}", "penalty must be at least 0"),
     ],
 )
-def test_a_method_that_does_not_fit_is_named_in_one_line(method, said):
+def test_a_method_that_does_not_fit_is_named_in_one_line(method, message):
     line = fail("train", SGD, "--epochs", 2, "--set", f"method={method}", "--out", "run", code=1)
     assert line.startswith("error: ")
-    assert said in line
+    assert message in line
     assert not list(Path("run").rglob("*.safetensors"))
 
 

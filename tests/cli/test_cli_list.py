@@ -109,8 +109,8 @@ def test_methods_have_their_arguments():
             "what_it_does": "alternates phases of dense and of pruned training",
         }
     ]
-    said = "error: no methods with 'magic' in their names"
-    assert fail("list", "methods", "magic", code=1) == said
+    line = "error: no methods with 'magic' in their names"
+    assert fail("list", "methods", "magic", code=1) == line
 
 
 def test_anything_else_is_refused():
