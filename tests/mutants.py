@@ -67,7 +67,8 @@ SCHEDULES = ("tests/baselines/test_schedule_properties.py",)
 RECIPE_METHODS = ("tests/experiments/test_methods.py",)
 
 MUTANTS = [
-    Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
+    Mutant("optim/cram.py", "rho * unit", "-rho * unit", ORACLE),
+    Mutant("optim/gradients.py", "ratio * lengths", "lengths", ORACLE),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
     Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
     Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),
