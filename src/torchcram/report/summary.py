@@ -88,10 +88,10 @@ def trained_for(result: Result) -> str | None:
     if not isinstance(method, Mapping) or "target" not in method:
         return None
     target = str(method["target"])
-    return None if _sparsity(target) == 0 else target  # a method may train for all targets
+    return None if sparsity(target) == 0 else target  # a method may train for all targets
 
 
-def _sparsity(target: str) -> float | None:
+def sparsity(target: str) -> float | None:
     """Returns the sparsity of an operator as text, if it has one."""
     try:
         level = getattr(parse_operator(target), "sparsity", None)

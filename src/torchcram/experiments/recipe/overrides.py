@@ -99,6 +99,7 @@ def finetune_recipe(
         schedule=replace(recipe.schedule, warmup_epochs=0),
         compress=recipe.compress if at == DENSE else replace(recipe.compress, watch=None),
         cram=None,
+        method=None,
     )
     changed = with_epochs(with_overrides(tuning, overrides), epochs)
     if changed.train.distillation is None or changed.name != tuning.name:
