@@ -8,6 +8,7 @@ from pathlib import Path
 
 from commands import command, succeed
 
+from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.training.log import read_log
 
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("training.md", "transfer.md")]
@@ -51,6 +52,8 @@ def test_the_commands_of_the_pages_run():
     moved = Path("runs/transfer-results/digits/convnet-digits")
     assert (moved / "sgd-of-cram-plus-multi-global-0.9.json").exists()
     assert Path("runs/digits/convnet-digits/my-nm/seed0/result.json").exists()
+    sparse = Path("runs/digits/convnet-digits/dpf-k90")
+    assert read_result(sparse / "seed0" / "result.json").recipe["method"]["name"] == "dpf"
     assert Path("results/digits/convnet-digits/sgd.json").exists()
     lengths = Path("results/lengths/digits/convnet-digits").iterdir()
     assert {path.name for path in lengths} == {

@@ -32,7 +32,7 @@ class Run:
         result: Result as it was read.
         label: Name of the run in charts and tables.
         style: Number of the colour, dashes and markers.
-        dense: Accuracy of the uncompressed models.
+        dense: Accuracy of the models before compression.
         rows: Targets by operator.
         passes: Passes over the training set by operator, and of the dense model by "dense"; with
             those of fine-tuning after a plus.
@@ -44,6 +44,16 @@ class Run:
     dense: MeanStd
     rows: Mapping[str, TargetSummary]
     passes: Mapping[str, str]
+
+    @property
+    def trained_for(self) -> str | None:
+        """Target that the model was trained sparse for; None for a dense model."""
+        return summary.trained_for(self.result)
+
+    @property
+    def form(self) -> str:
+        """What the model is before compression."""
+        return "dense" if self.trained_for is None else "as trained"
 
     @property
     def colour(self) -> int:
@@ -101,6 +111,11 @@ class Group:
         return any(FINETUNE in run.result.method for run in self.runs)
 
     @property
+    def trained_sparse(self) -> bool:
+        """Whether some models were trained for one target."""
+        return any(run.trained_for is not None for run in self.runs)
+
+    @property
     def shown(self) -> Sequence[Run]:
         """The runs of charts and tables: a model fine-tuned at several targets counts as one."""
         merged: dict[object, Run] = {}
@@ -138,7 +153,9 @@ def group_runs(results: Sequence[Result]) -> list[Group]:
         ]
         data = ", ".join(dict.fromkeys(result.data for result in members))
         data = "" if data == task else data  # which the heading says already
-        targets = summary.sort_operators(operator for run in runs for operator in run.rows)
+        operators = [operator for run in runs for operator in run.rows]
+        operators += [run.trained_for for run in runs if run.trained_for is not None]
+        targets = summary.sort_operators(operators)
         groups.append(Group(f"{task} / {model}", data, runs, targets))
     return groups
 
@@ -265,16 +282,22 @@ def accuracy_chart(runs: Sequence[Run]) -> Chart:
 
 
 def _points(run: Run) -> list[Point]:
-    """Returns the dense model and the pruned ones."""
-    shown = [
-        make_point(
-            0,
-            [100 * run.dense.mean, 0],
-            {"operator": "dense", run.result.metric: f"{run.dense} %"},
-            std=[100 * (run.dense.std or 0), 0],
+    """Returns the model before compression and the pruned ones; the former may be sparse."""
+    shown = []
+    if run.trained_for is None or summary.on_the_axis(run.result, run.trained_for):
+        shown.append(
+            make_point(
+                100 * _sparsity(run),
+                [100 * run.dense.mean, 0],
+                {"operator": run.trained_for or "dense", run.result.metric: f"{run.dense} %"},
+                std=[100 * (run.dense.std or 0), 0],
+            )
         )
+    pruned = [
+        row
+        for row in run.rows.values()
+        if row.operator != run.trained_for and summary.on_the_axis(run.result, row.operator)
     ]
-    pruned = [row for row in run.rows.values() if summary.on_the_axis(run.result, row.operator)]
     for row in sorted(pruned, key=lambda row: row.sparsity):
         measured = {run.result.metric: f"{row.after} %"}
         if summary.tuned(run.result):
@@ -294,6 +317,14 @@ def _points(run: Run) -> list[Point]:
             )
         )
     return shown
+
+
+def _sparsity(run: Run) -> float:
+    """Returns the fraction of zeros in the compressible weights before compression."""
+    if run.trained_for is None:
+        return 0
+    row = run.rows.get(run.trained_for)
+    return summary.sparsity(run.trained_for) or 0 if row is None else row.sparsity
 
 
 def training_chart(curves: Sequence[Curve]) -> Chart:

@@ -101,7 +101,7 @@ def trained_for(result: Result) -> str | None:
     if not isinstance(method, Mapping) or "target" not in method:
         return None
     target = str(method["target"])
-    return None if _sparsity(target) == 0 else target  # a method may train for all targets
+    return None if sparsity(target) == 0 else target  # a method may train for all targets
 
 
 def transferred_from(result: Result) -> TransferSource | None:
@@ -109,7 +109,7 @@ def transferred_from(result: Result) -> TransferSource | None:
     return result.seeds[0].source
 
 
-def _sparsity(target: str) -> float | None:
+def sparsity(target: str) -> float | None:
     """Returns the sparsity of an operator as text, if it has one."""
     try:
         level = getattr(parse_operator(target), "sparsity", None)
