@@ -28,6 +28,7 @@ def test_two_seeds_at_once_are_as_two_in_turn():
     assert Path("turn", "model.safetensors").read_bytes() == one
 
 
+@pytest.mark.slow
 def test_several_lengths_at_once_are_as_several_in_turn():
     lengths = ["--epochs", 1, "--epochs", 2]
     done = succeed(*LINE, CRAM, *lengths, "--seed", 0, "--jobs", 2)
