@@ -434,6 +434,7 @@ class _Epochs:
             device,
             loss=task.loss,
             shares=_shares(recipe, ranks.shard.rows(batch_size)),
+            class_dim=task.class_dim,
         )
         operators = _operators(recipe)
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
