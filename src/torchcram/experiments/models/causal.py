@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -61,7 +63,9 @@ def build_causal_model(name: str, *, pretrained: bool, checkpointing: bool = Fal
         if not pretrained or options:
             model = kind.from_config(config, dtype=torch.float32)
         if pretrained:
-            loaded = kind.from_pretrained(source, config=config, dtype=torch.float32, **options)
+            # the progress bar for GGUF files cannot be switched off
+            with redirect_stderr(StringIO()) if options else nullcontext():
+                loaded = kind.from_pretrained(source, config=config, dtype=torch.float32, **options)
             if options:  # one that was read from GGUF refuses to be saved, so its weights are taken
                 model.load_state_dict(loaded.state_dict())
             else:

@@ -6,8 +6,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from io import StringIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +147,8 @@ def find_model(name: str) -> str:
     own = name in OWN or name.startswith(TRANSFORMERS)
     if own and folder and (Path(folder) / bare / "config.json").is_file():
         return str(Path(folder) / bare)
+    if own and folder and (Path(folder) / f"{bare}{GGUF}").is_file():
+        return str(Path(folder) / f"{bare}{GGUF}")
     if name == MINILM:
         return str(find_package())
     if name == SMOLLM:
@@ -236,9 +237,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        # the bar for GGUF files cannot be disabled
-        with redirect_stderr(StringIO()):
-            yield
+        yield
     finally:
         logging.set_verbosity(level)
         if bars:
