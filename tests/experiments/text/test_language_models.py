@@ -13,7 +13,7 @@ from tiny_texts import model_folder, tokenizer
 from torchcram.experiments.models import text as text_models
 from torchcram.experiments.models.causal import build_causal_model
 from torchcram.experiments.models.text import find_model, load_tokenizer
-from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe import load_recipe, recipe_names
 from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
@@ -33,6 +33,17 @@ KINDS = {
     "Mistral": {},
     "Mixtral": EXPERTS,
 }
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if "smollm2" in name])
+def test_every_recipe_is_in_order(name):
+    loaded = load_recipe(name)
+    assert (loaded.name, loaded.task_name) == (name, loaded.data.name)
+    assert type(loaded).from_dict(loaded.to_dict()) == loaded
+    assert (loaded.model.pretrained, loaded.metric) == (True, "perplexity")
+    if loaded.cram is not None:
+        assert loaded.title.startswith(loaded.cram.rule)
+        assert set(loaded.cram.operators) <= set(loaded.compress.to)
 
 
 def recipe(model, method="cram-plus-multi", *overrides):
