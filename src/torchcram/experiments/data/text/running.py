@@ -29,9 +29,9 @@ MOST_UNKNOWN = 0.5  # share of tokens that a tokenizer may not know
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _QUOTED = re.compile(r'" ([^"]*?) "')
 _BRACKETED = re.compile(r"([(\[]) (.*?) ([)\]])")
-_APOSTROPHE = re.compile(r"(\w) '(\w)")
+_APOSTROPHE = re.compile(r" '(s|t|m|d|ll|re|ve)\b")
 _HEADING = re.compile(r"^ ?((?:= )+)(.*?)(?: =)+ ?$")
-_BEFORE_PUNCTUATION = re.compile(r" ([,.;:!?%](?: |$))")
+_BEFORE_PUNCTUATION = re.compile(r" ([,.;:!?%)\]])(?=[\s,.;:!?%)\]\"]|$)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,9 +255,9 @@ def detokenised(line: str) -> str:
         line = line.replace(f" @{mark}@ ", mark)
     line = _BRACKETED.sub(r"\1\2\3", line)
     line = _QUOTED.sub(r'"\1"', line)
-    line = _APOSTROPHE.sub(r"\1'\2", line).replace("s ' ", "s' ")
+    line = _APOSTROPHE.sub(r"'\1", line).replace("s ' ", "s' ")
     line = _HEADING.sub(_heading, line)
-    return _BEFORE_PUNCTUATION.sub(r"\1", _BEFORE_PUNCTUATION.sub(r"\1", line))
+    return _BEFORE_PUNCTUATION.sub(r"\1", line)
 
 
 def _heading(match: re.Match[str]) -> str:
