@@ -42,6 +42,7 @@ nitpick_ignore = [
     ("py:class", "torchcram.batches.Batch"),  # type variables
     ("py:class", "torchcram.operators.parse.Kind"),
     ("py:class", "torchcram.pruners.parse.Kind"),
+    ("py:class", "torchcram.baselines.registry.Kind"),
 ]
 
 html_theme = "pydata_sphinx_theme"
@@ -61,7 +62,13 @@ html_theme_options = {
     "footer_end": ["theme-version"],
 }
 
-PUBLIC_MODULES = ("torchcram", "torchcram.artifact", "torchcram.runtime", "torchcram.pruners")
+PUBLIC_MODULES = (
+    "torchcram",
+    "torchcram.artifact",
+    "torchcram.runtime",
+    "torchcram.pruners",
+    "torchcram.baselines",
+)
 PUBLIC_NAMES = {
     name: f"{module}.{name}"
     for module in PUBLIC_MODULES

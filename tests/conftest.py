@@ -28,7 +28,11 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _registries(monkeypatch):
-    """Operators and pruners that a test registers are gone after it."""
-    for name in ("torchcram.operators.parse.OPERATORS", "torchcram.pruners.parse.PRUNERS"):
+    """Operators, pruners and methods that a test registers are gone after it."""
+    for name in (
+        "torchcram.operators.parse.OPERATORS",
+        "torchcram.pruners.parse.PRUNERS",
+        "torchcram.baselines.registry.REGISTERED",
+    ):
         registry = pkgutil.resolve_name(name)
         monkeypatch.setattr(registry, "kinds", dict(registry.kinds))

@@ -59,9 +59,16 @@ CHAINS = ("tests/operators/test_chain.py",)
 PARTS = ("tests/test_split_batch.py",)
 TRANSFORMERS = ("tests/integrations/test_transformers.py",)
 LIGHTNING = ("tests/integrations/test_lightning.py",)
+EQUATIONS = ("tests/baselines/test_equations.py",)
+HELD_MASK = ("tests/baselines/test_held_mask.py",)
+PROTOCOL = ("tests/baselines/test_protocol.py",)
+INTERRUPTED_METHOD = (f"{PROTOCOL[0]}::test_a_training_interrupted_in_a_pass_resumes_bit_for_bit",)
+SCHEDULES = ("tests/baselines/test_schedule_properties.py",)
+RECIPE_METHODS = ("tests/experiments/test_methods.py",)
 
 MUTANTS = [
-    Mutant("optim/cram.py", "self._rho_of(group) * unit", "-self._rho_of(group) * unit", ORACLE),
+    Mutant("optim/cram.py", "rho * unit", "-rho * unit", ORACLE),
+    Mutant("optim/gradients.py", "ratio * lengths", "lengths", ORACLE),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
     Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
     Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),
@@ -200,6 +207,63 @@ MUTANTS = [
         "vars(owner).pop(name, None)",
         "pass",
         LIGHTNING,
+    ),
+    Mutant("baselines/base.py", "self._undo.push(self._backup.restore)", "pass", PROTOCOL),
+    Mutant("baselines/base.py", "            self.steps += 1\n", "            pass\n", EQUATIONS),
+    Mutant(
+        "baselines/base.py",
+        "self._begun = bool(extra.get",
+        "_ = bool(extra.get",
+        INTERRUPTED_METHOD,
+    ),
+    Mutant(
+        "baselines/base.py",
+        "elif self.moves and not self._ready:",
+        "elif False:",
+        (f"{PROTOCOL[0]}::test_a_step_with_a_gradient_at_w_is_refused",),
+    ),
+    Mutant(
+        "baselines/base.py",
+        "            zero_unmasked_(moments, [mask] * len(moments))\n",
+        "            pass\n",
+        HELD_MASK,
+    ),
+    Mutant(
+        "baselines/held_mask.py", "mask_gradients_(self.weights, self.masks)", "pass", HELD_MASK
+    ),
+    Mutant(
+        "baselines/held_mask.py",
+        "        apply_masks_(self.weights, self.masks)\n",
+        "        pass\n",
+        HELD_MASK,
+    ),
+    Mutant("baselines/schedule.py", "* left**3", "* left**2", EQUATIONS),
+    Mutant(
+        "baselines/schedule.py",
+        "if step >= self.end:\n            return final",
+        "if step > self.end:\n            return final",
+        SCHEDULES,
+    ),
+    Mutant("baselines/schedule.py", "// self.interval + 1 if", "// self.interval if", SCHEDULES),
+    Mutant(
+        "baselines/scheduled.py",
+        "if schedule.initial > self.final_sparsity:",
+        "if False:",
+        (f"{PROTOCOL[0]}::test_a_schedule_that_begins_above_the_target_is_refused",),
+    ),
+    Mutant("baselines/dpf.py", "after_end=True", "after_end=False", EQUATIONS),
+    Mutant("baselines/acdc.py", "            self.reset_base_()\n", "", EQUATIONS),
+    Mutant("baselines/acdc.py", "// self.period % 2 == 0", "// self.period % 2 == 1", EQUATIONS),
+    Mutant(
+        "experiments/recipe/methods.py", "epochs * number / 100", "number / 100", RECIPE_METHODS
+    ),
+    Mutant(
+        "experiments/recipe/methods.py",
+        "optimizer.check_length(epochs * steps_per_epoch)",
+        "pass",
+        (
+            f"{RECIPE_METHODS[0]}::test_a_schedule_that_ends_after_the_training_is_refused_before_it",
+        ),
     ),
 ]
 

@@ -17,6 +17,7 @@ MODULES = [
     "torchcram.artifact",
     "torchcram.runtime",
     "torchcram.pruners",
+    "torchcram.baselines",
     "torchcram.integrations.lightning",
     "torchcram.integrations.transformers",
     "torchcram.integrations.peft",

@@ -7,10 +7,10 @@ from pathlib import Path
 from PIL import Image
 
 from torchcram.experiments.evaluation.results import read_results
-from torchcram.report.markdown_tables import TRAINED_ON, marked, stale
+from torchcram.report.markdown_tables import TRAINED_ON, TRANSFER, marked, stale
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "transfer.md"]
 
 
 def test_tables_are_up_to_date():
@@ -28,10 +28,19 @@ def test_every_result_has_its_row():
     found = {
         (one.task, one.model, one.method)
         for one in read_results(ROOT / "results")
+        if one.seeds[0].source is None
         if "-finetune-" not in one.method or (one.task, one.model) not in tuned
     }
     assert found
     assert found <= shown, "docs/results.md leaves out results"
+
+
+def test_every_source_of_transfers_has_its_rows():
+    pages = (ROOT / "docs" / name for name in ("results.md", "transfer.md"))
+    words = [name.split() for page in pages for name in marked(page.read_text())]
+    shown = {f"{name[1]}/{method}" for name in words if name[0] == TRANSFER for method in name[2:]}
+    sources = [one.seeds[0].source for one in read_results(ROOT / "results")]
+    assert {source.recipe for source in sources if source is not None} <= shown
 
 
 def test_the_picture_is_up_to_date():

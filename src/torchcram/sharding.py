@@ -218,6 +218,15 @@ def norm(tensors: list[Tensor], order: float) -> Tensor:
     return joint
 
 
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """Returns the norm of each tensor, (n,), at least in float32, on the device of the first."""
+    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    each = torch._foreach_norm(tensors, 2, dtype=torch.float32 if half else None)
+    device = tensors[0].device
+    wide = torch.float64 if any(n.dtype == torch.float64 for n in each) else torch.float32
+    return torch.stack([length.to(device, wide) for length in each])
+
+
 class ShardContext:
     """Sharding of the parameters of a model; without shards its methods do nothing.
 
@@ -263,6 +272,23 @@ class ShardContext:
         wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
         length: Tensor = torch.linalg.vector_norm(together)
         return length.to(torch.float64 if wide else torch.float32)
+
+    def norms(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Returns the norm of each tensor, with the rows on other ranks, on the first device.
+
+        Args:
+            pairs: Parameters, and the tensors that are sharded as they are.
+        """
+        each = _norms(self.local([tensor for _, tensor in pairs]))
+        for group, peers in self._groups.items():
+            cut = [
+                number
+                for number, (parameter, _) in enumerate(pairs)
+                if (sharers := self._sharers.get(id(parameter))) and sharers.group == group
+            ]
+            # in the order of the ranks, so that all ranks get the same norms
+            each[cut] = torch.linalg.vector_norm(peers.gather(each[cut]), dim=0)
+        return each
 
     def any_of(self, flags: Tensor) -> Tensor:
         """Returns `flags`, each True or 1.0 if it is so on any rank."""

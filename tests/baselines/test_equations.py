@@ -81,10 +81,11 @@ def acdc(model, base, data):
     for step, batch in enumerate(data):
         phase = "dddccddccccc"[step]
         if step and phase != "dddccddccccc"[step - 1]:
-            base.state.clear()
             masks = top_k(magnitudes(weights), 0.75) if phase == "c" else None
             if masks:
                 masked(weights, masks)
+            else:
+                base.state.clear()
         base.zero_grad()
         loss_on(model, batch).backward()
         for name, weight in weights.items() if masks else ():

@@ -227,6 +227,14 @@ def test_a_schedule_needs_a_sparsity(name):
         METHODS[name](model, sgd(model), "nm:2:4")
 
 
+@pytest.mark.parametrize("kind", [GradualMagnitude, DPF, Movement, SoftMovement, PLATON])
+def test_a_schedule_that_begins_above_the_target_is_refused(kind):
+    model = build()
+    kind(model, sgd(model), "global:0.5", schedule=SparsitySchedule(end=8, initial=0.5))
+    with pytest.raises(ValueError, match=r"initial must be at most .* global:0.5, got 0.6"):
+        kind(model, sgd(model), "global:0.5", schedule=SparsitySchedule(end=8, initial=0.6))
+
+
 def test_a_step_with_a_gradient_at_w_is_refused():
     model = build()
     optimizer = DPF(model, sgd(model), "global:0.9", schedule=SCHEDULE)

@@ -1,4 +1,4 @@
-"""Every command in the documentation of training runs, in the order of the page."""
+"""Every command in the documentation of training and transfer runs, in the order of the pages."""
 
 import re
 import shlex
@@ -8,9 +8,10 @@ from pathlib import Path
 
 from commands import command, succeed
 
+from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.training.log import read_log
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("training.md", "transfer.md")]
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAINING = ("train", "finetune", "transfer", "sweep")
 
@@ -30,8 +31,9 @@ def quicker(words):
     return [*words, "--epochs", "1"]
 
 
-def test_the_commands_of_the_page_run():
-    lines = [line for block in BLOCK.findall(PAGE.read_text()) for line in block.splitlines()]
+def test_the_commands_of_the_pages_run():
+    blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text())]
+    lines = [line for block in blocks for line in block.splitlines()]
     assert len(lines) > 15
     for line in lines:
         dollar, program, *words = shlex.split(line)
@@ -47,7 +49,11 @@ def test_the_commands_of_the_page_run():
             words = quicker(words)
         succeed(*[word for word in words if word != "--parallel"])
     assert Path("report.html").exists()
+    moved = Path("runs/transfer-results/digits/convnet-digits")
+    assert (moved / "sgd-of-cram-plus-multi-global-0.9.json").exists()
     assert Path("runs/digits/convnet-digits/my-nm/seed0/result.json").exists()
+    sparse = Path("runs/digits/convnet-digits/dpf-k90")
+    assert read_result(sparse / "seed0" / "result.json").recipe["method"]["name"] == "dpf"
     assert Path("results/digits/convnet-digits/sgd.json").exists()
     lengths = Path("results/lengths/digits/convnet-digits").iterdir()
     assert {path.name for path in lengths} == {

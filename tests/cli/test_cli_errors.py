@@ -1,5 +1,6 @@
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import typer
@@ -54,6 +55,42 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcram.experiments.recipe.overrides", None)
     monkeypatch.delitem(sys.modules, "torchcram.cli.train_runs", raising=False)
     assert isinstance(command("train", SGD).exception, ImportError)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "{name: dpf, target: global:0.9, args: {end: 5 epochs}}",
+            (
+                "the schedule ends at step 110, and the training has only 44 steps: the end must "
+                "be at most 43; allowed: values that dpf takes, with times within 2 epochs of 22 st"
+            ),
+        ),
+        (
+            "{name: acdc, target: nm:2:4, args: {warmup: 0, period: 3, end: 100 %}}",
+            "the last compressed phase begins at step 44, and the training has only 44 steps",
+        ),
+        (
+            "{name: dfp, target: global:0.9}",
+            "method.name is 'dfp' (did you mean 'dpf'?); allowed: cram, gradual-magnitude, dpf,",
+        ),
+        (
+            "{name: dpf, target: nm:2:4, args: {end: 5}}",
+            "method.target is nm:2:4: nm:2:4 has no single sparsity that could grow by a schedule",
+        ),
+        (
+            "{name: sr-ste, target: int4}",
+            "method.target is int4: SRSTE prunes to one target and cannot take int4",
+        ),
+        ("{name: l0, target: global:0.9, args: {penalty: -1}}", "penalty must be at least 0"),
+    ],
+)
+def test_a_method_that_does_not_fit_is_named_in_one_line(method, message):
+    line = fail("train", SGD, "--epochs", 2, "--set", f"method={method}", "--out", "run", code=1)
+    assert line.startswith("error: ")
+    assert message in line
+    assert not list(Path("run").rglob("*.safetensors"))
 
 
 class OutOfMemoryError(RuntimeError):

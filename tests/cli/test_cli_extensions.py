@@ -1,4 +1,4 @@
-"""Operators, pruners and models of another package, through the commands."""
+"""Operators, pruners, models, tasks and methods of another package, through the commands."""
 
 import json
 import re
@@ -201,3 +201,24 @@ def test_a_task_is_registered_once_and_by_a_task():
         register_task("mine")(dict)
     with pytest.raises(ValueError, match="'texts' is taken by torchcram itself"):
         register_task("texts")(ImageClassification)
+
+
+def test_the_method_of_the_guide_trains(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "extending.md"
+    (code,) = [block for block in blocks(page) if "class Cut" in block]
+    code = code.partition("\n\nmodel = ")[0]  # the class alone
+    points = "[torchcram.methods]\nmy-cut = my_cut\nbroken = broken_module\n"
+    modules = {"my_cut": code, "broken_module": "import not_installed"}
+    install(tmp_path / "packages", monkeypatch, entry_points=points, **modules)
+    (section,) = [block for block in yaml_blocks(page.read_text()) if "my-cut" in block]
+    Path("mine.yaml").write_text(section)
+    succeed("train", "mine.yaml", "--epochs", 1, "--out", "run", "--set", "compress.to=[nm:2:4]")
+    result = read_result("run/result.json")
+    assert result.title == "Cut, trained for 2:4"
+    assert result.seeds[0].targets[0].sparsity > 0.4
+    rows = {row["method"]: row for row in json.loads(succeed("list", "methods", "--json").stdout)}
+    assert rows["my-cut"]["arguments"] == "at"
+    assert rows["my-cut"]["what_it_does"].startswith("Prunes once by magnitude")
+    assert "cannot be imported: ModuleNotFoundError" in rows["broken"]["what_it_does"]
+    line = fail("train", "mine.yaml", "--set", "method.args={at: 40 epochs}", "--epochs", 1, code=1)
+    assert "at must be below the 22 steps of the training, got 880" in line

@@ -3,6 +3,7 @@ import json
 import pytest
 from commands import CRAM, command, fail, succeed
 
+from torchcram.baselines.registry import METHODS
 from torchcram.cli.listing import OPERATORS
 from torchcram.experiments.data.images import dataset_names
 from torchcram.experiments.models import model_names
@@ -18,6 +19,7 @@ from torchcram.pruners.parse import KINDS
         ("models", model_names()),
         ("datasets", dataset_names()),
         ("operators", [name for name, _, _ in OPERATORS]),
+        ("methods", ["cram", *METHODS]),
     ],
 )
 def test_all_names_are_listed_in_whole(what, names):
@@ -91,6 +93,24 @@ def test_json_has_what_the_table_has():
     rows = json.loads(succeed("list", "operators", "--json").stdout)
     assert [tuple(row.values()) for row in rows] == list(OPERATORS)
     assert rows[0].keys() == {"operator", "example", "what_it_does"}
+
+
+def test_methods_have_their_arguments():
+    rows = json.loads(succeed("list", "methods", "--json").stdout)
+    assert rows[0].keys() == {"method", "arguments", "what_it_does"}
+    assert [row["method"] for row in rows] == ["cram", *METHODS]
+    assert [row["arguments"] for row in rows[1:]] == [
+        ", ".join(method.arguments) for method in METHODS.values()
+    ]
+    assert json.loads(succeed("list", "methods", "ACDC", "--json").stdout) == [
+        {
+            "method": "acdc",
+            "arguments": "warmup, period, end",
+            "what_it_does": "alternates phases of dense and of pruned training",
+        }
+    ]
+    line = "error: no methods with 'magic' in their names"
+    assert fail("list", "methods", "magic", code=1) == line
 
 
 def test_anything_else_is_refused():

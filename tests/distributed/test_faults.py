@@ -98,6 +98,7 @@ def _four(rank):
     _nan_on_one(rank, "HSDP")
 
 
+@pytest.mark.slow
 def test_different_things_given_and_a_nan_on_one_of_four_ranks():
     assert run_ranks(4, _four) == 4
 

@@ -1,4 +1,4 @@
-"""Methods with scores, gates or thresholds on two ranks: as one process, or refused on shards."""
+"""Methods on two ranks, with masks, scores or gates: as one process, or refused on shards."""
 
 import pytest
 import torch
@@ -7,9 +7,28 @@ from shards import batches, network, ours, shard, train, whole_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from torchcram.baselines import L0, PLATON, STR, Movement, SoftMovement, SparsitySchedule
+from torchcram.baselines import (
+    ACDC,
+    DPF,
+    L0,
+    PLATON,
+    SRSTE,
+    STR,
+    GradualMagnitude,
+    Movement,
+    SoftMovement,
+    SparsitySchedule,
+)
 
 SCHEDULE = SparsitySchedule(begin=1, end=4, interval=1, initial=0.1)
+MASKS_ALONE = {
+    "gradual magnitude": lambda model, base: GradualMagnitude(
+        model, base, "global:0.6", schedule=SCHEDULE
+    ),
+    "DPF": lambda model, base: DPF(model, base, "uniform:0.6", schedule=SCHEDULE),
+    "AC/DC": lambda model, base: ACDC(model, base, "global:0.6", warmup=1, period=2, end=6),
+    "SR-STE": lambda model, base: SRSTE(model, base, "global:0.6", decay=0.1),
+}
 ON_SHARDS = {
     "movement": lambda model, base: Movement(
         model, base, "global:0.6", schedule=SCHEDULE, score_lr=0.1
@@ -51,8 +70,8 @@ def _ddp(rank):
 
 def _like_one_process(rank):
     data = batches(7)
-    for method, wrap in ON_SHARDS.items():
-        for base in (SGD, AdamW):
+    for method, wrap in {**MASKS_ALONE, **ON_SHARDS}.items():
+        for base in (SGD,) if method in MASKS_ALONE else (SGD, AdamW):
             alone = network()
             sharded = shard(alone)
             one_process = wrap(alone, base(alone.parameters(), lr=0.02))

@@ -8,6 +8,7 @@ from torchcram.experiments.finetuning import finetune
 from torchcram.experiments.recipe.overrides import finetune_recipe, transfer_recipe
 from torchcram.experiments.training.cuda_graph_steps import make_step
 from torchcram.experiments.training.trainer import train
+from torchcram.experiments.transfer import plan_transfers, read_source, run_transfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,3 +30,20 @@ def test_zeros_stay_under_captured_steps(tmp_path, method):
     step["new_head"] = True
     other = finetune(run, "global:0.9", tmp_path / "other", recipe=to, data=data, **step)
     assert other.sparsity == pytest.approx(other.origin.sparsity, abs=1e-3)
+
+
+def test_a_learning_rate_is_chosen_under_captured_steps(tmp_path):
+    data, given = digits(), recipe(method="sgd", epochs=3)
+    train(given, tmp_path / "run", data=data, seed=0, device=CUDA, make_step=make_step)
+    (item,) = plan_transfers(
+        [read_source(tmp_path / "run")],
+        ["global:0.9"],
+        {"digits": given},
+        lrs=[1e-6, 0.1],
+        out=tmp_path / "moved",
+    )
+    for _ in range(2):  # the second time nothing is trained
+        done = run_transfer(item, data, device=CUDA, make_step=make_step)
+        assert done.search.best.overrides == ("optimizer.lr=0.1",)
+        assert done.finetuned.sparsity == pytest.approx(0.9, abs=0.03)
+        assert done.seed_result.source.at == "global:0.9"

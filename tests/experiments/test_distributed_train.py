@@ -18,6 +18,7 @@ from torchcram.cli import options
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.models import build as models
 from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.recipe.methods import MethodConfig
 from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.tasks import images
 from torchcram.experiments.training import log as runlog
@@ -28,7 +29,20 @@ from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import load_trained
 
 RANKS, STEPS = 2, 5
+
+
+def with_method(**section):
+    return replace(recipe(method="sgd"), method=MethodConfig(**section))
+
+
+METHODS = {
+    "movement": with_method(
+        name="movement", target="global:0.7", args={"end": "75 %", "interval": 3, "score_lr": 1.0}
+    ),
+    "l0": with_method(name="l0", target="uniform:0.7", args={"gate_lr": 5.0}),
+}
 GIVEN = {
+    **METHODS,
     "sgd": recipe(method="sgd"),
     "cram": recipe(),
     "batches that cannot be halved": recipe("train.batch_size=63"),
@@ -140,6 +154,12 @@ def trainings(rank, folder):
                 run(cut, noisy, data, ranks=ranks, make_step=stop_after(steps))
         run(cut, noisy, data, ranks=ranks)
 
+        for name, given in METHODS.items():
+            cut, given = folder / f"{name}, cut", with_model(given, "plain")
+            with suppress(Stop):
+                run(cut, given, data, ranks=ranks, make_step=stop_after(STEPS + 2))
+            run(cut, given, data, ranks=ranks)
+
         given = with_model(GIVEN["cram"], "plain")
         with suppress(Stop):
             run(folder / "begun by two", given, data, ranks=ranks, make_step=stop_after(STEPS + 2))
@@ -224,6 +244,13 @@ def test_a_stopped_training_continues_exactly(folder):
     assert weights(folder / "cut") == weights(folder / "noisy")
     assert [record.epoch for record in read_log(folder / "cut")] == [1, 2, 3]
     assert not (folder / "not looked at").exists()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stopped_training_with_a_method_continues_exactly(folder, name):
+    assert weights(folder / f"{name}, cut") == weights(folder / name)
+    zeros = load_file(folder / name / "model.safetensors")["3.weight"] == 0
+    assert 0.5 < zeros.float().mean() < 0.9
 
 
 def test_one_process_continues_what_two_began_and_two_what_one_began(folder, tmp_path):

@@ -12,6 +12,7 @@ from torchcram.experiments.evaluation.compressed_models import score_model
 from torchcram.experiments.recipe import Recipe
 from torchcram.experiments.recipe.build import build_batches
 from torchcram.experiments.recipe.methods import read_time
+from torchcram.experiments.recipe.overrides import finetune_recipe
 from torchcram.report.markdown_tables import markdown_table
 
 ARGS = {
@@ -71,6 +72,11 @@ def test_the_score_is_that_of_the_pruned_model(tmp_path, data):
     batches = build_batches(given, data, train=False, device=CPU, seed=0)
     score = score_model(trained.model, given, data, batches, device=CPU)
     assert trained.finished.accuracy == score.value
+
+
+def test_fine_tuning_takes_plain_steps():
+    tuning = finetune_recipe(with_method(), "global:0.9")
+    assert (tuning.method, tuning.cram) == (None, None)
 
 
 def test_cram_is_a_method_too():

@@ -119,7 +119,9 @@ def test_the_page_has_ratios_and_logarithms():
     page = runs_page([result])
     assert "Test perplexity</h3>" in page
     assert "28.26x" in page
-    assert "as a ratio" in page
+    assert "uncompressed, as a ratio." in page
+    mixed = " ".join(runs_page([result, sgd()]).split())
+    assert "uncompressed, in points, and for perplexities as a ratio." in mixed
     assert "test perplexity, log10" in page
     (group,) = group_runs([result])
     assert group.ratios

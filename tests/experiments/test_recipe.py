@@ -178,6 +178,9 @@ ROWS = {
     "flowers102/resnet50": "transfer",
     "oxford-iiit-pet/resnet50": "transfer",
     "dtd/resnet50": "transfer",
+    "caltech101-64/resnet18-64": "transfer",
+    "cifar10-jpeg/resnet18-64": "transfer",
+    "digits/resnet18-64": "transfer",
 }
 
 
@@ -214,7 +217,8 @@ def test_the_settings_of_the_paper():
 
 
 def test_the_other_cifar10_has_the_same_recipes():
-    ours = {name for name in EVERY if name.startswith("cifar10-jpeg/")}
+    jpeg = {name for name in EVERY if name.startswith("cifar10-jpeg/")}
+    ours = jpeg - {"cifar10-jpeg/resnet18-64/transfer"}
     assert ours == {
         name.replace("cifar10/", "cifar10-jpeg/")
         for name in EVERY

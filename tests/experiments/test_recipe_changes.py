@@ -7,6 +7,7 @@ from torchcram.experiments.recipe import Recipe, load_recipe
 from torchcram.experiments.recipe.overrides import (
     finetune_recipe,
     read_at,
+    trains_sparse,
     transfer_recipe,
     with_epochs,
     with_length,
@@ -84,6 +85,23 @@ def test_transfer_is_the_other_recipe_for_this_model():
     assert (found.data, found.optimizer, found.train.epochs) == (to.data, to.optimizer, 150)
     assert found.train.batch_size == 7
     assert Recipe.from_dict(found.to_dict()) == found
+
+
+def test_the_method_of_a_sparse_model_is_not_used_again():
+    method = "method={name: dpf, target: 'global:0.9', args: {end: 50 %}}"
+    given = recipe(method, method="sgd")
+    assert finetune_recipe(given, "dense").method is None
+    found = transfer_recipe(given, "trained", load_recipe("cifar100/resnet20/transfer"))
+    assert found.name == "cifar100/convnet-digits/transfer-of-sgd-global-0.9"
+    assert (found.method, found.title) == (None, "SGD, transferred")
+    with pytest.raises(ValueError, match="trains a dense model, which has no zeros of its own"):
+        transfer_recipe(CIFAR, "trained", found)
+    dense = recipe("method={name: compression-aware-sfw, target: 'global:0'}", method="sgd")
+    assert (trains_sparse(given), trains_sparse(dense), trains_sparse(CIFAR)) == (
+        True,
+        False,
+        False,
+    )
 
 
 def test_at_is_written_in_one_way():

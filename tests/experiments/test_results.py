@@ -102,6 +102,7 @@ def places(value, above=()):
 PLAIN = json.loads(json.dumps(asdict(sgd())))
 PLACES = list(places(PLAIN))
 OPTIONAL = ("after_std", "trials", "processes", "others", "metric", "samples", "chosen", "epochs")
+OPTIONAL = (*OPTIONAL, "source")
 REQUIRED = [keys for keys in PLACES if keys[-1] not in (*OPTIONAL, *range(9))]
 REQUIRED = [keys for keys in REQUIRED if "versions" not in keys[:-1]]
 REQUIRED = [keys for keys in REQUIRED if "targets" not in keys or keys[-1] != "seconds"]

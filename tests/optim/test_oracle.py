@@ -106,6 +106,9 @@ def times(mask, g):
 
 
 def ascend(w, g, normalize):
+    if normalize == "relatively":
+        parts = {n: 0.005 * w[n].norm() / g[n].norm() if g[n].any() else 0.0 for n in w}
+        return {n: w[n] + parts[n] * g[n] for n in w}
     length = torch.sqrt(sum((x**2).sum() for x in g.values())) if normalize else 1.0
     return {n: w[n] + RHO * g[n] / length for n in w}
 
@@ -151,6 +154,20 @@ def test_the_gradient_is_that_of_the_table(rule, operator, sparse, normalize):
         sparse_gradients=sparse,
         normalize=normalize,
     )
+    optimizer.step(closure_for(model, optimizer, batch))
+    for name, parameter in model.named_parameters():
+        moved = (before[name] - parameter.detach()) / 0.5
+        torch.testing.assert_close(moved, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_without_rho_the_ascent_is_relative_to_every_parameter(rule, operator):
+    model, batch = ConvNet().double(), images(dtype=torch.float64)
+    expected = oracle(rule.name, model, operator, batch, sparse=True, normalize="relatively")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    base = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = CrAM(model, base, operator, rho=None, rule=rule)
     optimizer.step(closure_for(model, optimizer, batch))
     for name, parameter in model.named_parameters():
         moved = (before[name] - parameter.detach()) / 0.5

@@ -129,6 +129,45 @@ def test_curves_begin_dense_and_follow_global_sparsity(page):
     ]
 
 
+def dpf(target="global:0.9", scores=None):
+    """A model that was trained sparse."""
+    seeds = [seed(0, 0.85, {target: 0.86, "global:0.95": 0.4} if scores is None else scores)]
+    trained = result("dpf", seeds, title="DPF, trained for it", cram=None)
+    return replace(trained, recipe={**trained.recipe, "method": {"name": "dpf", "target": target}})
+
+
+def test_a_model_that_was_trained_sparse_is_shown_at_its_target():
+    page = Page(runs_page([sgd(), dpf()]))
+    plain, sparse = page.charts[0]["series"]
+    assert plain["points"][0]["x"] == 0
+    assert [(point["x"], point["y"][0]) for point in sparse["points"]] == [(90, 85), (95, 40)]
+    assert sparse["points"][0]["text"] == [["operator", "global:0.9"], ["accuracy", "85.00 %"]]
+    at = page.rows.index(["dense"])
+    assert [row[0] for row in page.rows[at + 1 : at + 3]] == ["SGD", "global:0.5"]
+    at = page.rows.index(["global:0.9"])
+    cells = ["DPF, trained for it", "90.0 / 89.1", "85.00", "86.00", "", "20"]
+    assert page.rows[at + 1] == cells
+    assert "as trained" in page.words
+    assert any("trained for one target are in its row" in text for text in page.words)
+
+
+def test_a_page_of_sparse_models_alone_has_no_dense_row():
+    alone = Page(runs_page([dpf(scores={"global:0.95": 0.4})]))
+    assert ["global:0.9", "", "85.00", "", "", "20"] in alone.rows
+    assert not [row for row in alone.rows if row[0] == "dense"]
+    assert alone.charts[0]["series"][0]["points"][0]["x"] == pytest.approx(90)
+    both = Page(runs_page([dpf(), dpf("global:0.5", {})]))
+    assert ["dense"] not in both.rows
+    pattern = Page(runs_page([dpf("nm:2:4", {})]))  # which has no place along the axis
+    assert pattern.charts[0]["series"][0]["points"] == []
+    assert ["nm:2:4", "", "85.00", "", "20"] in pattern.rows  # nothing was tuned
+
+
+def test_a_page_without_sparse_models_does_not_speak_of_them(page):
+    assert "as trained" not in page.words
+    assert not any("trained for one target" in text for text in page.words)
+
+
 def test_a_method_looks_the_same_everywhere(page):
     first, second, training = page.charts
     assert [one["style"] for one in first["series"]] == [0, 1]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchcram.baselines.base import Baseline
+from torchcram.baselines.held_mask import HeldMask
 from torchcram.layers import local_weights
-from torchcram.weights import apply_masks_, mask_gradients_
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
     from torchcram.weights import Weights
 
 
-class ACDC(Baseline):
+class ACDC(HeldMask):
     """Phases in which M = C(w) is held alternate with phases in which all weights train.
 
         compressed phase    w <- M * w once, then w <- w - lr M * g
         dense phase         w <- w - lr g
 
     Peste et al., "AC/DC: alternating compressed/decompressed training", NeurIPS 2021. It begins
-    with a dense phase and ends with a compressed one; the state of the base optimizer starts from
-    zero in every phase.
+    with a dense phase and ends with a compressed one. Momentum and moments start from zero in every
+    later dense phase, as in the released code of the paper.
 
     Args:
         model: Model to train.
@@ -75,23 +74,15 @@ class ACDC(Baseline):
         return step >= self.warmup and (step - self.warmup) // self.period % 2 == 0
 
     def update_masks(self) -> None:
-        """Begins a phase: selects M, or keeps all weights; moments start from zero."""
+        """Begins a phase: selects M, or keeps all weights and resets the moments."""
         compressed = self.is_compressed(self.steps)
         before = self.steps > 0 and self.is_compressed(self.steps - 1)
         if compressed == before:
             return
         if compressed:
-            self._set_masks(self.operator.select(local_weights(self.weights)))
-            apply_masks_(self.weights, self.masks)
+            self.set_masks(self.operator.select(local_weights(self.weights)))
+            self.hold_()
         else:
             for mask in self.masks.values():
                 mask.fill_(True)
-        self._reset_base()
-
-    def combine_(self) -> None:
-        """Masks the gradient: g~ = M * g, with M = 1 in a dense phase."""
-        mask_gradients_(self.weights, self.masks)
-
-    def project_(self) -> None:
-        """Keeps pruned weights at zero in a compressed phase."""
-        apply_masks_(self.weights, self.masks)
+            self.reset_base_()

@@ -45,7 +45,8 @@ class Baseline(Wrapper):
         w  <- update_()             a step of `base` with g~
         w  <- project_()            M * w where the method holds its mask
 
-    A method overrides the parts that differ; the defaults keep M, do not move, and step `base`.
+    A method overrides the parts that differ. By default M stays, gradients are computed at w (with
+    `moves = True` at M * w), g~ is that gradient, and `base` takes the step; `HeldMask` holds M.
     At the end of a training, `finish` leaves exactly the sparsity of `operator` in the model.
 
     Args:
@@ -110,7 +111,8 @@ class Baseline(Wrapper):
         """Selects new masks, if this step is one that does."""
 
     def move_(self) -> None:
-        """Moves w to w~, in place; only called where `moves` is True."""
+        """Moves w to w~ = M * w, in place; only called where `moves` is True."""
+        apply_masks_(self.weights, self.masks)
 
     def combine_(self) -> None:
         """Turns the gradient at w~ in `.grad` into g~, in place."""
@@ -132,6 +134,69 @@ class Baseline(Wrapper):
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the tensors that the method keeps per weight, for `state_dict`."""
         return {}
+
+    def set_masks(self, masks: Masks) -> None:
+        """Replaces the masks, at the addresses that a captured graph reads."""
+        for name, mask in masks.items():
+            self.masks[name].copy_(mask)
+
+    def hold_(self) -> None:
+        """Zeroes the pruned weights and their moments, as after a change of the masks."""
+        apply_masks_(self.weights, self.masks)
+        for name, mask in self.masks.items():
+            moments = self._moments(self.weights[name])
+            zero_unmasked_(moments, [mask] * len(moments))
+
+    def reset_base_(self) -> None:
+        """Resets the state of the base optimizer, its counts of steps too, in the same memory."""
+        for entries in self.state.values():
+            for value in entries.values():
+                if isinstance(value, Tensor):
+                    local(value).zero_()
+
+    def train_also(
+        self,
+        kind: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
+        """Makes `base` train tensors beside the weights; `combine_` sets their gradients.
+
+        They form the last parameter group, with the options of the group of the weights.
+
+        Args:
+            kind: Name of the tensors, such as "scores".
+            tensors: Tensors by the names of their weights.
+            lr: Learning rate of the tensors; by default that of the weights.
+            weight_decay: Weight decay of the tensors; by default that of the weights.
+        """
+        first = next(iter(self.weights.values()))
+        groups = [group for group in self.param_groups if any(p is first for p in group["params"])]
+        options = dict((groups or self.param_groups)[0])
+        del options["params"]
+        named = options.pop("param_names", None) is not None
+        if isinstance(options["lr"], Tensor):  # a scheduler writes to the tensor of each group
+            options["lr"] = options["lr"].clone()
+        if lr is not None:
+            # for schedules that set the learning rate of all groups
+            options["lr_ratio"] = lr / float(options["lr"]) if options["lr"] else 1.0
+            options["lr"] = lr
+        if weight_decay is not None:
+            options["weight_decay"] = weight_decay
+        members = [
+            (f"{kind}.{name}", tensor) if named else tensor for name, tensor in tensors.items()
+        ]
+        self.base.add_param_group({"params": members, **options})
+
+    def require_whole(self) -> None:
+        """Raises ValueError if weights are sharded, for methods that need whole layers."""
+        if self._shard_context.sharded:
+            raise ValueError(
+                f"{type(self).__name__} needs whole weights on every rank, and the model is "
+                "sharded; allowed are one process and DistributedDataParallel"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -244,7 +309,7 @@ class Baseline(Wrapper):
         """
         self._require_outside()
         if not self.finished:
-            self._set_masks(self.final_masks())
+            self.set_masks(self.final_masks())
             self.final_weights_()
             self.finished = True
         apply_masks_(self.weights, self.masks)
@@ -265,50 +330,6 @@ class Baseline(Wrapper):
             return  # Optimizer.__init__ adds groups that the base optimizer has already
         check_param_group(self.model, self.base, param_group, number=len(self.param_groups))
         super().add_param_group(param_group)
-
-    def _train(
-        self,
-        kind: str,
-        tensors: Mapping[str, Tensor],
-        *,
-        lr: float | None = None,
-        weight_decay: float | None = None,
-    ) -> None:
-        """Makes `base` train tensors beside the weights; `combine_` sets their gradients.
-
-        They form the last parameter group, with the options of the group of the weights.
-
-        Args:
-            kind: Name of the tensors, such as "scores".
-            tensors: Tensors by the names of their weights.
-            lr: Learning rate of the tensors; by default that of the weights.
-            weight_decay: Weight decay of the tensors; by default that of the weights.
-        """
-        first = next(iter(self.weights.values()))
-        groups = [group for group in self.param_groups if any(p is first for p in group["params"])]
-        options = dict((groups or self.param_groups)[0])
-        del options["params"]
-        named = options.pop("param_names", None) is not None
-        if isinstance(options["lr"], Tensor):  # a scheduler writes to the tensor of each group
-            options["lr"] = options["lr"].clone()
-        if lr is not None:
-            # for schedules that set the learning rate of all groups
-            options["lr_ratio"] = lr / float(options["lr"]) if options["lr"] else 1.0
-            options["lr"] = lr
-        if weight_decay is not None:
-            options["weight_decay"] = weight_decay
-        members = [
-            (f"{kind}.{name}", tensor) if named else tensor for name, tensor in tensors.items()
-        ]
-        self.base.add_param_group({"params": members, **options})
-
-    def _require_whole(self) -> None:
-        """Raises ValueError if weights are sharded, for methods that need whole layers."""
-        if self._shard_context.sharded:
-            raise ValueError(
-                f"{type(self).__name__} needs whole weights on every rank, and the model is "
-                "sharded; allowed are one process and DistributedDataParallel"
-            )
 
     @torch.no_grad()
     def before_replay(self) -> None:
@@ -341,18 +362,6 @@ class Baseline(Wrapper):
             self.steps += 1
         self._begun = self._ready = False
 
-    def _set_masks(self, masks: Masks) -> None:
-        """Replaces the masks, at the addresses that a captured graph reads."""
-        for name, mask in masks.items():
-            self.masks[name].copy_(mask)
-
-    def hold_(self) -> None:
-        """Zeroes the pruned weights and their moments, as after a change of the masks."""
-        apply_masks_(self.weights, self.masks)
-        for name, mask in self.masks.items():
-            moments = self._moments(self.weights[name])
-            zero_unmasked_(moments, [mask] * len(moments))
-
     def _moments(self, weight: Tensor) -> list[Tensor]:
         """Returns the state of the base optimizer that has an entry for every weight."""
         return [
@@ -360,13 +369,6 @@ class Baseline(Wrapper):
             for value in self.state.get(weight, {}).values()
             if isinstance(value, Tensor) and value.shape == weight.shape
         ]
-
-    def _reset_base(self) -> None:
-        """Resets the state of the base optimizer, its counts of steps too, in the same memory."""
-        for entries in self.state.values():
-            for value in entries.values():
-                if isinstance(value, Tensor):
-                    local(value).zero_()
 
     def _drop_copies(self) -> None:
         """Drops the copies of the weights that autocast and FSDP have made."""
@@ -423,7 +425,7 @@ class Baseline(Wrapper):
             self._begun = bool(extra.get("begun", False))
             self._ready = False
             self.finished = bool(extra.get("finished", False))
-            self._set_masks({n: unpack_bits(extra["masks"][n], m) for n, m in self.masks.items()})
+            self.set_masks({n: unpack_bits(extra["masks"][n], m) for n, m in self.masks.items()})
             for kind, values in kept.items():
                 for name, value in values.items():
                     value.copy_(extra["tensors"][kind][name])

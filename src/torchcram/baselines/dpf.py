@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torchcram.baselines.gradual_magnitude import Scheduled
-from torchcram.weights import apply_masks_
+from torchcram.baselines.scheduled import Scheduled
 
 
 class DPF(Scheduled):
@@ -12,15 +11,18 @@ class DPF(Scheduled):
     M = Top-K(|w|) at the sparsity s(t), selected anew every few steps, also after the end of the
     schedule, so that a pruned weight can come back. Lin et al., "Dynamic model pruning with
     feedback", ICLR 2020.
+
+    Args:
+        model: Model to train.
+        base: Optimizer that takes the steps.
+        operator: Target, such as "global:0.9".
+        schedule: Schedule of the sparsity.
+        weights: Weights to prune; by default all `compressible_weights(model)`.
     """
 
     moves = True
 
     def update_masks(self) -> None:
-        """Selects M by the magnitudes of the dense weights."""
+        """Selects M by the magnitudes of the dense weights, if the schedule says so."""
         if self.schedule.is_due(self.steps, after_end=True):
-            self._set_masks(self.select())
-
-    def move_(self) -> None:
-        """Moves to w~ = M * w."""
-        apply_masks_(self.weights, self.masks)
+            self.set_masks(self.select())

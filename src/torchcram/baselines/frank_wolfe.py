@@ -78,7 +78,7 @@ class FrankWolfe(Baseline):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {value}")
         super().__init__(model, base, operator, weights=weights)
-        self._require_whole()
+        self.require_whole()
         self.fraction, self.radius, self.momentum = fraction, radius, momentum
         self.lr_scale = lr_scale
         self._momenta = {

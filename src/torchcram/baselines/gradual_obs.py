@@ -68,7 +68,7 @@ class GradualObs(GradualMagnitude):
         weights: Weights | None = None,
     ) -> None:
         super().__init__(model, base, operator, schedule=schedule, weights=weights)
-        self._require_whole()
+        self.require_whole()
         self.obs = Obs(
             self.operator, gradients=gradients, block=block, damping=damping, recomputations=1
         )
@@ -86,7 +86,7 @@ class GradualObs(GradualMagnitude):
         if self._fisher is None:
             raise RuntimeError(f"no gradient was collected before the pruning step {self.steps}")
         self._fisher.finish()
-        self._set_masks(drop_(self.weights, self._fisher, self.pattern()))
+        self.set_masks(drop_(self.weights, self._fisher, self.pattern()))
         self._fisher = None
         self.hold_()
 
@@ -104,7 +104,7 @@ class GradualObs(GradualMagnitude):
         """Whether a step drops weights; the first one of a schedule that begins at 0 does not."""
         if not self.schedule.is_due(step):
             return False
-        return self.schedule.sparsity(step, self.operator.level) > 0  # type: ignore[attr-defined]
+        return self.schedule.sparsity(step, self.final_sparsity) > 0
 
     def _new_fisher(self) -> Fisher:
         # every gradient is added at once: no memory for gradients that wait

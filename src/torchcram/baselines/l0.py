@@ -91,7 +91,7 @@ class L0(Baseline):
         if gate_lr is not None and not gate_lr >= 0:
             raise ValueError(f"gate_lr must be None or at least 0, got {gate_lr}")
         super().__init__(model, base, operator, weights=weights)
-        self._require_whole()
+        self.require_whole()
         self.penalty = penalty
         devices = dict.fromkeys(weight.device for weight in self.weights.values())
         self._generators = {each: torch.Generator(each).manual_seed(seed) for each in devices}
@@ -101,7 +101,7 @@ class L0(Baseline):
         mean = math.log((1 - drop_rate) / drop_rate)
         for log_a in self._log_a.values():
             log_a.normal_(std=0.01, generator=self._generators[log_a.device]).add_(mean)
-        self._train("gates", self._log_a, lr=gate_lr, weight_decay=0.0)
+        self.train_also("gates", self._log_a, lr=gate_lr, weight_decay=0.0)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns log a of the gates."""

@@ -8,24 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchcram.baselines.base import Baseline
+from torchcram.baselines.held_mask import HeldMask
 from torchcram.baselines.schedule import Steps, at_sparsity
+from torchcram.baselines.scheduled import Growing
 from torchcram.layers import local_weights
 from torchcram.sharding import local
-from torchcram.weights import apply_masks_, mask_gradients_
+from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from torchcram.operators import Operator, Sparsifier
+    from torchcram.operators import Operator
     from torchcram.weights import Masks, Weights
 
 MOST_DROPPED = 0.2
 """Share of the remaining weights that a round of the paper drops."""
 
 
-class LotteryTickets(Baseline):
+class LotteryTickets(HeldMask, Growing):
     """Trains in rounds; each begins at the weights of an early step, with fewer of them.
 
     ::
@@ -86,15 +87,8 @@ class LotteryTickets(Baseline):
             raise ValueError(f"rounds must be at least 2, the first of them dense, got {rounds}")
         super().__init__(model, base, operator, weights=weights)
         self.round_steps, self.rewind_step = round_steps, rewind_step
-        self.rounds = count_rounds(self._level) if rounds is None else rounds
+        self.rounds = count_rounds(self.final_sparsity) if rounds is None else rounds
         self._rewind = {name: value.clone() for name, value in self._values().items()}  # w_k
-
-    @classmethod
-    def check_operator(cls, operator: Operator) -> Sparsifier:
-        """Returns the target if its sparsity can grow."""
-        target = super().check_operator(operator)
-        at_sparsity(target, 0.0)
-        return target
 
     @property
     def total_steps(self) -> int:
@@ -138,8 +132,8 @@ class LotteryTickets(Baseline):
     def sparsity_of(self, index: int) -> float:
         """Returns the sparsity of a round, counted from 0."""
         if index == self.rounds - 1:
-            return self._level
-        kept: float = (1 - self._level) ** (index / (self.rounds - 1))
+            return self.final_sparsity
+        kept: float = (1 - self.final_sparsity) ** (index / (self.rounds - 1))
         return 1 - kept
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -163,19 +157,11 @@ class LotteryTickets(Baseline):
                 self._rewind[name].copy_(value)
         elif self.position(self.steps) == self.rewind_step:
             level = at_sparsity(self.operator, self.sparsity_of(self.round_index))
-            self._set_masks(level.select(local_weights(self.weights)))
+            self.set_masks(level.select(local_weights(self.weights)))
             for name, value in self._values().items():
                 value.copy_(self._rewind[name])
             apply_masks_(self.weights, self.masks)
-            self._reset_base()
-
-    def combine_(self) -> None:
-        """Masks the gradient: g~ = M * g."""
-        mask_gradients_(self.weights, self.masks)
-
-    def project_(self) -> None:
-        """Keeps pruned weights at zero."""
-        apply_masks_(self.weights, self.masks)
+            self.reset_base_()
 
     def final_masks(self) -> Masks:
         """Returns the masks of the last round; before it has begun, new ones by magnitude."""
@@ -186,11 +172,6 @@ class LotteryTickets(Baseline):
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the copy of parameters and buffers that rounds begin with."""
         return {"rewind": self._rewind}
-
-    @property
-    def _level(self) -> float:
-        level: float = self.operator.level  # type: ignore[attr-defined]
-        return level
 
     def _values(self) -> dict[str, Tensor]:
         """Returns all parameters and buffers by name; of sharded ones the rows on this rank."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchcram.baselines.gradual_magnitude import Scheduled
+from torchcram.baselines.scheduled import Scheduled
 from torchcram.baselines.scores import as_magnitudes, per_weight
 from torchcram.sharding import local
-from torchcram.weights import apply_masks_, mask_gradients_
+from torchcram.weights import mask_gradients_
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +58,7 @@ class Movement(Scheduled):
             raise ValueError(f"score_lr must be at least 0, got {score_lr}")
         super().__init__(model, base, operator, schedule=schedule, weights=weights)
         self._scores = per_weight(self.weights)
-        self._train("scores", self._scores, lr=score_lr, weight_decay=0.0)
+        self.train_also("scores", self._scores, lr=score_lr, weight_decay=0.0)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the scores S."""
@@ -71,11 +71,7 @@ class Movement(Scheduled):
     def update_masks(self) -> None:
         """Selects M = Top-K(S), if the schedule says so."""
         if self.schedule.is_due(self.steps, after_end=True):
-            self._set_masks(self.select())
-
-    def move_(self) -> None:
-        """Moves to w~ = M * w."""
-        apply_masks_(self.weights, self.masks)
+            self.set_masks(self.select())
 
     def combine_(self) -> None:
         """Derives the gradients of w and of S from the gradient at w~."""
@@ -142,7 +138,7 @@ class SoftMovement(Movement):
     def update_masks(self) -> None:
         """Marks what the threshold keeps: M = sigmoid(S) > threshold."""
         threshold = self.threshold * self.growth
-        self._set_masks({name: s.sigmoid() > threshold for name, s in self._scores.items()})
+        self.set_masks({name: s.sigmoid() > threshold for name, s in self._scores.items()})
 
     def combine_(self) -> None:
         """Adds the gradient of the penalty to that of S."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchcram.baselines.gradual_magnitude import Scheduled
+from torchcram.baselines.scheduled import Scheduled
 from torchcram.baselines.scores import as_magnitudes, per_weight
 from torchcram.layers import like
 from torchcram.sharding import local
@@ -86,7 +86,7 @@ class PLATON(Scheduled):
             deviation = sensitivity.sub_(average).abs_()
             self._uncertainty[name].lerp_(deviation, 1 - self.beta2)
         if self.schedule.is_due(self.steps, after_end=True):
-            self._set_masks(self.select())
+            self.set_masks(self.select())
 
     def project_(self) -> None:
         """Prunes what the step has changed."""

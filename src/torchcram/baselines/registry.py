@@ -1,11 +1,12 @@
-"""Methods by the names that recipes have for them."""
+"""Methods by the names that recipes have for them, also those of other packages."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torchcram.baselines.acdc import ACDC
 from torchcram.baselines.base import Baseline
@@ -17,9 +18,10 @@ from torchcram.baselines.l0 import L0
 from torchcram.baselines.lottery import LotteryTickets
 from torchcram.baselines.movement import Movement, SoftMovement
 from torchcram.baselines.platon import PLATON
-from torchcram.baselines.schedule import SparsitySchedule
+from torchcram.baselines.schedule import SparsitySchedule, Steps
 from torchcram.baselines.soft_threshold import STR
 from torchcram.baselines.sr_ste import SRSTE
+from torchcram.operators.parse import Registry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 
     from torchcram.weights import Weights
 
+Kind = TypeVar("Kind", bound=type[Baseline])
+
 _SCHEDULE = {field.name: field for field in fields(SparsitySchedule)}
+_COMMON = ("model", "base", "operator", "weights")  # arguments of all methods
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class Method:
     @property
     def times(self) -> list[str]:
         """Names of those arguments that are numbers of steps."""
-        own = [name for name, parameter in self._own.items() if parameter.annotation == "Steps"]
-        scheduled = [name for name, field in _SCHEDULE.items() if field.type == "Steps"]
+        own = [name for name, parameter in self._own.items() if _is_time(parameter.annotation)]
+        scheduled = [name for name, field in _SCHEDULE.items() if _is_time(field.type)]
         return [*own, *(scheduled if self._has_schedule else ())]
 
     @property
@@ -96,8 +101,15 @@ class Method:
     @property
     def _own(self) -> dict[str, inspect.Parameter]:
         parameters = inspect.signature(self.kind).parameters
-        known = ("model", "base", "operator", "schedule", "weights", "seed")
+        known = (*_COMMON, "schedule", "seed")
         return {name: parameter for name, parameter in parameters.items() if name not in known}
+
+
+def _is_time(annotation: object) -> bool:
+    """Whether an annotation is `Steps`, also one that stays a text, or `Steps | None`."""
+    if isinstance(annotation, str):
+        return "Steps" in re.findall(r"\w+", annotation)
+    return Steps in (annotation, *get_args(annotation))
 
 
 METHODS: dict[str, Method] = {
@@ -127,3 +139,61 @@ METHODS: dict[str, Method] = {
     ),
     "platon": Method(PLATON, "prunes by the sensitivity of the loss and its uncertainty"),
 }
+
+CRAM = "cram"
+"""Name of `CrAM` itself in recipes, with the arguments of the section `cram`."""
+
+REGISTERED: Registry[Baseline] = Registry(
+    "method", "torchcram.methods", (*METHODS, CRAM), frozen=False
+)
+
+
+def register_method(name: str) -> Callable[[Kind], Kind]:
+    """Decorates a subclass of `Baseline` so that recipes can name it.
+
+    A recipe with `method: {name: NAME, target: global:0.9, args: {...}}` trains with the class. The
+    arguments are those of its constructor; what is annotated as `Steps` is a time, such as
+    "30 epochs", and the arguments of a `schedule` are those of `SparsitySchedule`. The first line
+    of its docstring is what `torchcram list methods` shows. A package that announces
+    `NAME = "package.module"` in the entry-point group "torchcram.methods" is imported when a recipe
+    first has that name.
+
+    Args:
+        name: Name of the method: a letter, then letters, digits, "-" and "_".
+
+    Raises:
+        ValueError: If the name is taken, or the class is not as described.
+    """
+
+    def register(kind: Kind) -> Kind:
+        if not isinstance(kind, type) or not issubclass(kind, Baseline):
+            raise ValueError(f"@register_method({name!r}): {kind!r} is not a subclass of Baseline")
+        missing = [each for each in _COMMON if each not in inspect.signature(kind).parameters]
+        if missing:
+            raise ValueError(
+                f"@register_method({name!r}): the constructor of {kind.__qualname__} needs "
+                f"{', '.join(_COMMON)}; missing: {', '.join(missing)}"
+            )
+        REGISTERED.add(name, kind)
+        return kind
+
+    return register
+
+
+def method_names() -> list[str]:
+    """Returns the names of all methods, those of other packages last."""
+    return [*METHODS, *REGISTERED.names()]
+
+
+def find_method(name: str) -> Method | None:
+    """Returns the method of a name, importing the package that announces it; None if unknown.
+
+    Raises:
+        ValueError: If several packages announce the name, or the package cannot be imported.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    kind = REGISTERED.find(name)
+    if kind is None:
+        return None
+    return Method(kind, (kind.__doc__ or "").strip().partition("\n")[0])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torchcram.operators import Sparsifier
 
-Steps = int
+Steps = Annotated[int, "steps"]
 """Number of steps; a recipe may give it as a number of epochs or a part of the training."""
 
 

@@ -70,9 +70,9 @@ class STR(Baseline):
             if value is not None and not value >= 0:
                 raise ValueError(f"{name} must be None or at least 0, got {value}")
         super().__init__(model, base, operator, weights=weights)
-        self._require_whole()
+        self.require_whole()
         self._s = {name: s.fill_(initial) for name, s in per_layer(self.weights).items()}
-        self._train("thresholds", self._s, lr=threshold_lr, weight_decay=threshold_decay)
+        self.train_also("thresholds", self._s, lr=threshold_lr, weight_decay=threshold_decay)
 
     @property
     def thresholds(self) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ class STR(Baseline):
 
     def update_masks(self) -> None:
         """Marks what the thresholds prune: M = |w| > t."""
-        self._set_masks({name: score > 0 for name, score in self.scores().items()})
+        self.set_masks({name: score > 0 for name, score in self.scores().items()})
 
     def move_(self) -> None:
         """Moves to w~."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torchcram.baselines.base import Baseline
 from torchcram.layers import local_weights
 from torchcram.sharding import local
-from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,11 +51,7 @@ class SRSTE(Baseline):
 
     def update_masks(self) -> None:
         """Selects M by the magnitudes of the dense weights, at every step."""
-        self._set_masks(self.operator.select(local_weights(self.weights)))
-
-    def move_(self) -> None:
-        """Moves to w~ = M * w."""
-        apply_masks_(self.weights, self.masks)
+        self.set_masks(self.operator.select(local_weights(self.weights)))
 
     def combine_(self) -> None:
         """Adds the decay of pruned weights: g~ = g + decay (1 - M) * w."""

@@ -4,7 +4,7 @@ from torchcram.cli.app import app
 
 # imported in the order that the help lists the commands in
 from torchcram.cli import listing, train, compress, export, bench  # isort: skip
-from torchcram.cli import derive, sweep, report, demo  # isort: skip
+from torchcram.cli import derive, transfer, sweep, report, demo  # isort: skip
 
 __all__ = [
     "app",
@@ -17,4 +17,5 @@ __all__ = [
     "report",
     "sweep",
     "train",
+    "transfer",
 ]

@@ -1,4 +1,4 @@
-"""torchcram finetune and torchcram transfer."""
+"""torchcram finetune."""
 
 from __future__ import annotations
 
@@ -101,56 +101,7 @@ def finetune(
             out or _beside(run, f"finetune-{slug(read_at(at))}"),
             recipe=finetune_recipe(trained_by, at, epochs=epochs, overrides=sets or ()),
             recipes=recipes,
-            new_head=False,
             results=results,
-            seed=seed,
-            data=data,
-            device=device,
-            eager=eager,
-            eval_interval=eval_interval,
-            download=download,
-        )
-
-
-@app.command()
-def transfer(
-    run: RunFolder,
-    at: At,
-    to: Annotated[str, typer.Option(metavar="RECIPE", help="Recipe of the other task.")],
-    epochs: Epochs = None,
-    sets: Sets = None,
-    out: Out = None,
-    seed: Seed = None,
-    data: DataFolder = DATA,
-    device: DeviceName = "auto",
-    eager: Eager = False,
-    eval_interval: EvalInterval = 1,
-    download: Download = False,
-) -> None:
-    """Compress a trained model, give it a new head, and train it on other data, masks held.
-
-    The model is that of RUN; everything else follows RECIPE.
-    """
-    with errors_in_a_line(), stoppable():
-        from torchcram.experiments.io.files import slug
-        from torchcram.experiments.recipe import load_recipe
-        from torchcram.experiments.recipe.overrides import read_at, transfer_recipe
-        from torchcram.experiments.training.run_folder import read_run
-
-        check_epochs(epochs, sets)
-        check_sets(sets)
-        with usage():
-            read_at(at)
-        target = load_recipe(to)
-        recipe = transfer_recipe(read_run(run)[0], at, target, epochs=epochs, overrides=sets or ())
-        _train_on(
-            run,
-            at,
-            out or _beside(run, f"transfer-{slug(read_at(at))}-{slug(target.name)}"),
-            recipe=recipe,
-            recipes={(): recipe},
-            new_head=True,
-            results=None,
             seed=seed,
             data=data,
             device=device,
@@ -167,7 +118,6 @@ def _train_on(
     *,
     recipe: Recipe,
     recipes: Mapping[tuple[str, ...], Recipe],
-    new_head: bool,
     results: Path | None,
     seed: int | None,
     data: Path,
@@ -184,7 +134,6 @@ def _train_on(
         out: Folder of the new run; with a grid, the folder that holds all its runs.
         recipe: Recipe without the changes of a grid.
         recipes: Recipes by their changes; the best of several counts.
-        new_head: Whether the model gets a new head, as transfer does.
         results: Folder of results that the result is added to.
         seed: Seed of the new run; by default that of `run`.
         data: Folder of the data.
@@ -217,11 +166,10 @@ def _train_on(
                 recipe=recipe,
                 data=images,
                 device=where,
-                new_head=new_head,
                 seed=seed,
                 make_step=step_maker(eager),
                 eval_interval=eval_interval,
-                progress=watch.training("transfer" if new_head else "fine-tuning"),
+                progress=watch.training("fine-tuning"),
             )
         else:
             grid = finetune_grid(

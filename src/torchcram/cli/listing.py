@@ -56,7 +56,7 @@ OPERATORS = (
     ),
 )
 
-CRAM = "adds the gradient at the compressed weights; one training serves all targets"
+WHAT_CRAM_DOES = "adds the gradient at the compressed weights; one training serves all targets"
 
 Row = tuple[str | int | float, ...]
 
@@ -170,6 +170,21 @@ def _tasks(text: str) -> Listing:
     return ("in a recipe", "what it is"), _with(rows, text)
 
 
+def _methods(text: str) -> Listing:
+    from torchcram.baselines.registry import CRAM, find_method, method_names
+
+    rows: list[Row] = [(CRAM, "those of the section cram", WHAT_CRAM_DOES)]
+    for name in method_names():
+        try:
+            method = find_method(name)
+        except ValueError as error:  # of another package
+            rows.append((name, "", str(error)))
+            continue
+        if method is not None:
+            rows.append((name, ", ".join(method.arguments), method.summary))
+    return ("method", "arguments", "what it does"), _with(rows, text)
+
+
 def _registered() -> Iterator[tuple[str, str, str]]:
     """Yields a row for every operator and pruner of other packages, including broken ones."""
     from torchcram.operators.parse import OPERATORS as REGISTERED
@@ -199,13 +214,3 @@ def _print_json(columns: Sequence[str], rows: Sequence[Row]) -> None:
     keys = [column.replace(" ", "_") for column in columns]
     objects = [dict(zip(keys, row, strict=True)) for row in rows]
     typer.echo(json.dumps(objects, indent=2))
-
-
-def _methods(text: str) -> Listing:
-    from torchcram.baselines.registry import METHODS
-
-    rows: list[Row] = [("cram", "section cram", CRAM)]
-    rows += [
-        (name, ", ".join(method.arguments), method.summary) for name, method in METHODS.items()
-    ]
-    return ("method", "arguments", "what it does"), [row for row in rows if text in str(row[0])]

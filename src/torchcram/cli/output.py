@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torchcram.experiments.finetuning import FineTuned, Grid
     from torchcram.experiments.sweep import Point
+    from torchcram.experiments.transfer import LrSearch
 
 STANDARD_OUTPUT = Path("-")
 
@@ -146,6 +147,24 @@ def grid_table(grid: Grid) -> Table:
         table.add_row(Text(" ".join(tried.overrides)), held_out, str(tried.rounds))
     for overrides in grid.failed:
         table.add_row(Text(" ".join(overrides)), "failed", "")
+    return table
+
+
+def lr_table(name: str, search: LrSearch) -> Table:
+    """Returns the learning rates that a transfer tried, best first, then the failed ones."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(f"{name}: accuracy in % on the held-out tenth of the training set"),
+        caption="the first row was chosen",
+    )
+    table.add_column("settings")
+    table.add_column("accuracy", justify="right", no_wrap=True)
+    for trial in search.trials:
+        table.add_row(Text(" ".join(trial.overrides)), percent(trial.held_out))
+    for overrides in search.failed:
+        table.add_row(Text(" ".join(overrides)), "failed")
     return table
 
 

@@ -78,6 +78,15 @@ def forward(line: str, update: Progress) -> None:
     update(done, epochs, record)
 
 
+def forward_all(line: str, training: Callable[[str], Progress]) -> None:
+    """Forwards a line of JSON progress from a process with several trainings, by their names."""
+    try:
+        name = json.loads(line)["name"]
+    except (ValueError, TypeError, KeyError):
+        return
+    forward(line, training(str(name)))
+
+
 def _json(name: str) -> Progress:
     def update(done: float, epochs: int, record: EpochRecord | None) -> None:
         values = None if record is None else asdict(record)

@@ -260,7 +260,7 @@ def train_in_parallel(
     for training in done:
         typer.echo(f"run: {training.folder}")
     for failure in failures:
-        _say(_failure_text(failure))
+        _say(failure_text(failure))
     if failures:
         raise typer.Exit(1)
 
@@ -289,7 +289,8 @@ def _job(training: Training, options: TrainOptions, device: str) -> Job:
     return Job(training.name, tuple(command))
 
 
-def _failure_text(failure: Failure) -> str:
+def failure_text(failure: Failure) -> str:
+    """Returns the exit status and the last lines of a process that failed."""
     lines = "".join(f"\n  {line}" for line in failure.lines)
     return f"error: {failure.job.name} ended with exit status {failure.status}:{lines}"
 

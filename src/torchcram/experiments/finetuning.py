@@ -25,8 +25,20 @@ from torchcram.experiments.io.files import locked, write_atomically
 from torchcram.experiments.io.weights import digest, load_model_, save_model
 from torchcram.experiments.metrics import best_index, goodness
 from torchcram.experiments.models import replace_head_
-from torchcram.experiments.recipe.build import build_initial_model, target_weights, to_device
-from torchcram.experiments.recipe.overrides import DENSE, Overrides, folder_name, read_at
+from torchcram.experiments.recipe.build import (
+    build_initial_model,
+    cram_weights,
+    target_weights,
+    to_device,
+)
+from torchcram.experiments.recipe.overrides import (
+    DENSE,
+    TRAINED,
+    Overrides,
+    folder_name,
+    read_at,
+    trained_target,
+)
 from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.training.run_folder import RUN, DataInfo
 from torchcram.experiments.training.steps import EagerStep, MakeStep
@@ -58,7 +70,8 @@ class StartKey:
     """Settings that determine the model which a fine-tuning starts from.
 
     Attributes:
-        at: Operator that the model is compressed by, as text, or "dense".
+        at: Operator that the model is compressed by, as text, or "dense"; "trained" for a sparse
+            model whose zeros are kept as a method trained them.
         new_head: Whether the last layer is replaced.
         weights: Digest of the model before compression.
         seed: Seed of the new head and of the calibration.
@@ -96,6 +109,25 @@ class Origin(StartKey):
     def holds_masks(self) -> bool:
         """Whether the zeros of the start are held during training."""
         return self.at != DENSE
+
+
+def start_key(source: Trained, at: str, *, new_head: bool, seed: int) -> StartKey:
+    """Returns the settings of the start that `finetune` makes of a trained model.
+
+    Args:
+        source: Training whose model is compressed.
+        at: Operator as `finetune` takes it.
+        new_head: Whether the last layer is replaced.
+        seed: Seed of the new run.
+
+    Raises:
+        ValueError: If the operator cannot be read, or the model has no zeros of a method to keep.
+    """
+    if new_head and at == TRAINED:
+        trained_target(source.recipe)  # refuses a dense model
+    else:
+        at = read_at(at)
+    return StartKey(at, new_head, digest(source.model.state_dict()), seed)
 
 
 def read_origin(folder: Path, key: StartKey | None = None) -> Origin | None:
@@ -149,7 +181,8 @@ def write_start(
             was trained on where a pruner needs that, or if the model does not take the data.
     """
     model = to_device(copy.deepcopy(source.model), device)
-    task, names = recipe.build_task(), list(target_weights(source.recipe, model))
+    weights_of = cram_weights if key.at == TRAINED else target_weights
+    task, names = recipe.build_task(), list(weights_of(source.recipe, model))
     before: float | None = None
     after: float | None = None
     if key.new_head:
@@ -229,15 +262,14 @@ def _compress(
         if not key.new_head:
             score = score_on_test(model, recipe, data, device=device)
         return _Compressed(model, (score, score))
+    if key.at == TRAINED:  # the zeros are there already
+        return _Compressed(model, (None, None))
     operator, calibration = parse_pruner(key.at), data
     if looks_at_data(operator):
         if not isinstance(operator, Pruner):
             raise _not_a_pruning(operator)
         if key.new_head:
-            raise ValueError(
-                f"{key.at} looks at the data that the model was trained on, not at "
-                f"{data.name!r}; allowed: operators such as global:0.9, and {DENSE!r}"
-            )
+            raise _looks_at_source_data(key.at)
         stop = recipe.train.early_stopping
         if stop is not None:  # no pruner sees what early stopping holds out
             calibration = recipe.build_task().hold_out(data, stop.held_out)
@@ -267,6 +299,13 @@ def _only_prunes(operator: Operator, model: nn.Module, recipe: Recipe) -> bool:
     return masks is not None and all(
         torch.equal(weights[name], original[name].masked_fill(mask.logical_not(), 0))
         for name, mask in masks.items()
+    )
+
+
+def _looks_at_source_data(at: str) -> ValueError:
+    return ValueError(
+        f"{at} looks at the data that the model was trained on, which a transfer does not have; "
+        f"allowed: operators such as global:0.9, and {DENSE!r}"
     )
 
 
@@ -340,7 +379,8 @@ def finetune(
 
     Args:
         run_folder: Folder of a finished training.
-        at: Operator that only sets weights to zero, or pruner, as text; "dense" does not compress.
+        at: Operator that only sets weights to zero, or pruner, as text; "dense" does not compress,
+            and "trained", for a new head, keeps the zeros that a method trained.
         out: Folder of the new run.
         recipe: Recipe of the fine-tuning, from `finetune_recipe` or `transfer_recipe`.
         data: Dataset to train and test on.
@@ -358,17 +398,11 @@ def finetune(
             pruned weight is not zero after training.
     """
     source = load_trained(run_folder, torch.device("cpu"))
+    if new_head:
+        require_new_head(source.recipe, recipe)
     ours, theirs = source.recipe.model.name, recipe.model.name
     if ours != theirs:
         raise ValueError(f"{run_folder} has the model {ours!r}, {recipe.name} has {theirs!r}")
-    if new_head:
-        for task in (source.recipe.build_task(), recipe.build_task()):
-            task.require_transfer()
-    if new_head and recipe.train.distillation is not None:
-        raise ValueError(
-            f"{recipe.name}: train.distillation needs a teacher with the same classes, and a new "
-            "head has other classes; allowed: null"
-        )
     known, needed = len(source.info.data.classes), len(data.classes)
     if known != needed and not new_head:
         raise ValueError(
@@ -378,9 +412,8 @@ def finetune(
     different = explain_differences(plain(source.info.data), plain(DataInfo.of(data)))
     if different and not new_head:
         raise ValueError(f"{run_folder} was trained on other data: {'; '.join(different)}")
-    at = read_at(at)
     seed = source.info.seed if seed is None else seed
-    key = StartKey(at, new_head, digest(source.model.state_dict()), seed)
+    key = start_key(source, at, new_head=new_head, seed=seed)
     origin = read_origin(out, key)  # refuses the folder of another run before any work
     if origin is None:
         origin = write_start(
@@ -401,6 +434,58 @@ def finetune(
         progress=progress,
     )
     return _checked(out, trained, origin, start)
+
+
+def require_new_head(source: Recipe, recipe: Recipe) -> None:
+    """Raises ValueError if a recipe cannot train a model of another one with a new head.
+
+    Args:
+        source: Recipe that the model was trained with.
+        recipe: Recipe of the transfer.
+    """
+    for task in (source.build_task(), recipe.build_task()):
+        task.require_transfer()
+    if recipe.train.distillation is not None:
+        raise ValueError(
+            f"{recipe.name}: train.distillation needs a teacher with the same classes, and a new "
+            "head has other classes; allowed: null"
+        )
+    if recipe.method is not None:
+        raise ValueError(
+            f"{recipe.name}: the section method chooses zeros of its own, and a transfer holds "
+            "those that the model has; allowed: null"
+        )
+
+
+def check_operator(source: Trained, at: str) -> None:
+    """Raises ValueError unless an operator can compress a model for a new head.
+
+    Args:
+        source: Training whose model would be compressed.
+        at: Operator as `finetune` takes it.
+    """
+    if at in (DENSE, TRAINED):
+        return
+    operator = parse_pruner(at)
+    if looks_at_data(operator):
+        raise _looks_at_source_data(at)
+    if not _only_prunes(operator, source.model, source.recipe):
+        raise _not_a_pruning(operator)
+
+
+def check_new_head(source: Trained, recipe: Recipe, data: Dataset) -> None:
+    """Raises ValueError unless a model with a new head takes the data of a transfer.
+
+    Args:
+        source: Training whose model would get the head; it stays unchanged.
+        recipe: Recipe of the transfer.
+        data: Dataset of that recipe.
+    """
+    task, model = recipe.build_task(), copy.deepcopy(source.model)
+    if recipe.train.early_stopping is not None:
+        task.divide_epochs(data, 1)
+    _replace_head_(model, len(data.classes), seed=0)
+    task.check_model(model, data, device=torch.device("cpu"))
 
 
 def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> FineTuned:
@@ -493,7 +578,7 @@ def finetune_grid(
     for overrides, recipe in recipes.items():
         folder = out / folder_name(overrides)
         if trials:
-            _share_start(trials[0].folder, folder)
+            share_start(trials[0].folder, folder)
         try:
             finetuned = finetune(
                 run_folder,
@@ -519,8 +604,13 @@ def finetune_grid(
     return Grid(order, failed)
 
 
-def _share_start(source: Path, folder: Path) -> None:
-    """Copies the start of another trial; one computed again might differ in the last digits."""
+def share_start(source: Path, folder: Path) -> None:
+    """Copies the start of another trial; one computed again might differ in the last digits.
+
+    Args:
+        source: Folder of the other trial, which has a start.
+        folder: Folder of a trial; a start that it has stays.
+    """
     with locked(folder):
         if not (folder / ORIGIN).exists():
             for name in (START, ORIGIN):  # the start is complete once the second exists

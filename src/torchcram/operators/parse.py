@@ -146,7 +146,7 @@ DENSE = "dense"  # in lists of targets: no compression
 
 
 class Registry(Generic[T]):
-    """Classes of operators by the name that their texts begin with.
+    """Classes of other packages by name, such as operators by what their texts begin with.
 
     A package announces a name by an entry point, which is loaded when a text first uses the name.
     The module that the entry point refers to registers the class with the decorator.
@@ -155,18 +155,23 @@ class Registry(Generic[T]):
         noun: Noun for messages, such as "operator".
         group: Entry-point group in which packages announce their names.
         reserved: Names that the library uses itself.
+        frozen: Whether the classes must be frozen dataclasses.
         kinds: Registered classes by name.
     """
 
-    def __init__(self, noun: str, group: str, reserved: Collection[str]) -> None:
+    def __init__(
+        self, noun: str, group: str, reserved: Collection[str], *, frozen: bool = True
+    ) -> None:
         self.noun, self.group, self.reserved = noun, group, frozenset(reserved)
+        self.frozen = frozen
         self.kinds: dict[str, type[T]] = {}
 
     def add(self, name: str, kind: type[T]) -> None:
         """Registers a class; the same class defined anew, as in a notebook, replaces itself.
 
         Raises:
-            ValueError: If the name is taken or malformed, or `kind` is not a frozen dataclass.
+            ValueError: If the name is taken or malformed, or `kind` is not a frozen dataclass and
+                must be one.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -180,7 +185,7 @@ class Registry(Generic[T]):
                 f"{self.noun} name {name!r} is taken by {_path(known)}; {_path(kind)} needs another"
             )
         frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        if not frozen:
+        if self.frozen and not frozen:
             raise ValueError(
                 f"{_path(kind)} must be a frozen dataclass: put @register_{self.noun}({name!r}) "
                 "above @dataclass(frozen=True)"

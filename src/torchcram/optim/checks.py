@@ -38,7 +38,7 @@ def check_arguments(
     base: Optimizer,
     operators: Sequence[Operator],
     rule: UpdateRule,
-    rho: float,
+    rho: float | None,
     mask_interval: int,
     base_step_probability: float,
 ) -> None:
@@ -60,12 +60,19 @@ def check_arguments(
         raise ValueError(f"base_step_probability={base_step_probability!r} is not in [0, 1]")
 
 
-def check_ascent(norm: float | None, rule: UpdateRule, *, normalize: bool) -> None:
+def check_ascent(
+    norm: float | None, rule: UpdateRule, rho: float | None, *, normalize: bool
+) -> None:
     """Raises ValueError unless `max_ascent_norm` is positive and has an effect."""
     if norm is None:
         return
     if not isinstance(norm, (int, float)) or not norm > 0:
         raise ValueError(f"max_ascent_norm={norm!r} is neither None nor positive")
+    if rho is None:
+        raise ValueError(
+            f"max_ascent_norm={norm!r} has no effect with rho=None, whose ascent has the length "
+            "of the weights"
+        )
     if normalize or not any(pass_.ascend for pass_ in rule.passes):
         reason = "ascends along g/|g|, of length 1" if normalize else "does not ascend"
         raise ValueError(f"max_ascent_norm={norm!r} has no effect: {rule.name} {reason}")
@@ -129,6 +136,8 @@ def _check_members(model: nn.Module, parameters: Sequence[Tensor], number: int) 
             )
 
 
-def _check_rho(rho: float) -> None:
+def _check_rho(rho: float | None) -> None:
+    if rho is None:
+        return
     if not isinstance(rho, (int, float)) or not math.isfinite(rho) or rho < 0:
-        raise ValueError(f"rho={rho!r} is not a finite number of at least 0")
+        raise ValueError(f"rho={rho!r} is neither None nor a finite number of at least 0")

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+RELATIVE_ASCENT = 0.005
+"""Length r of the ascent of a parameter relative to its own length, where there is no rho."""
+
+
 class CrAM(Wrapper):
     """Steps `base` with g~ = M * grad L(C(w + rho g)) + g; `rule` selects other formulas for g~.
 
@@ -63,7 +67,9 @@ class CrAM(Wrapper):
             schedulers to this wrapper, not to `base`.
         operators: Operator, its text such as "global:0.9", or a sequence of either, from which
             every step draws one uniformly ("-Multi"). SAM needs none.
-        rho: Factor of the ascent w + rho g, and its length where g is normalized. A parameter group
+        rho: Factor of the ascent w + rho g, and its length where g is normalized. None moves every
+            parameter by 0.5 % of its own length, along its gradient, so that there is nothing to
+            tune: neither the scale of the loss nor that of the weights matters. A parameter group
             of `base` with its own "rho" overrides it, unless that is an option of `base` itself, as
             in Adadelta.
         rule: Update rule: `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK` or `TOPK_PLUS`.
@@ -92,7 +98,7 @@ class CrAM(Wrapper):
         base: Optimizer,
         operators: Operator | str | Sequence[Operator | str] | None,
         *,
-        rho: float = 0.05,
+        rho: float | None = 0.05,
         rule: UpdateRule = CRAM_PLUS,
         sparse_gradients: bool = True,
         normalize: bool | None = None,
@@ -117,7 +123,7 @@ class CrAM(Wrapper):
         self.rule = rule
         self.sparse_gradients = sparse_gradients
         self.normalize = rule.normalize if normalize is None else normalize
-        check_ascent(max_ascent_norm, rule, normalize=self.normalize)
+        check_ascent(max_ascent_norm, rule, rho, normalize=self.normalize)
         self.max_ascent_norm = max_ascent_norm
         self.base_step_probability = base_step_probability
         self.replay_randomness = replay_randomness
@@ -233,7 +239,11 @@ class CrAM(Wrapper):
         return list({id(p): p for p in (*ascending, *compressed)}.values())
 
     def _ascend_(self, by_group: list[Gradients], scaler: GradScaler | None) -> None:
-        """Moves w to w + rho g, or to w + rho g/|g|; a loss scale in g is divided out."""
+        """Moves w to w + rho g; a loss scale in g is divided out.
+
+        Where the rule normalizes, to w + rho g/|g|; without rho, every parameter p to
+        p + r |p| g_p/|g_p|.
+        """
         g = [pair for group in by_group for pair in group]
         unit: float | Tensor = 1.0
         if self.normalize:
@@ -244,9 +254,13 @@ class CrAM(Wrapper):
             norm = self._shard_context.norm(g) * unit
             unit = unit * gradients.clipping(norm, self.max_ascent_norm)
         for group, pairs in zip(self.param_groups, by_group, strict=True):
+            rho = self._rho_of(group)
+            if rho is None:
+                gradients.ascend_relatively_(pairs, RELATIVE_ASCENT, self._shard_context)
+                continue
             w = self._shard_context.local([parameter for parameter, _ in pairs])
             direction = self._shard_context.local([gradient for _, gradient in pairs])
-            gradients.add_scaled_(w, direction, self._rho_of(group) * unit)
+            gradients.add_scaled_(w, direction, rho * unit)
 
     def _compress_(self) -> Masks | None:
         """Compresses the weights with the operator that this step has drawn."""
@@ -403,8 +417,9 @@ class CrAM(Wrapper):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _rho_of(self, group: dict[str, Any]) -> float:
-        return float(self.rho if "rho" in self.base.defaults else group.get("rho", self.rho))
+    def _rho_of(self, group: dict[str, Any]) -> float | None:
+        rho = self.rho if "rho" in self.base.defaults else group.get("rho", self.rho)
+        return None if rho is None else float(rho)
 
     def _weight_names(self) -> list[str]:
         return [plain_name(self.model, name) for name in self.weights]

@@ -167,6 +167,27 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
             torch._foreach_add_(ours, torch._foreach_mul(theirs, here))
 
 
+@torch.no_grad()
+def ascend_relatively_(pairs: Gradients, ratio: float, shard_context: ShardContext) -> None:
+    """Moves every parameter p to p + ratio |p| g/|g|, along its gradient g.
+
+    A parameter of zeros, or without a gradient, stays where it is.
+
+    Args:
+        pairs: Parameters and their gradients.
+        ratio: Length of the move relative to that of the parameter.
+        shard_context: Sharding of the parameters.
+    """
+    if not pairs:
+        return
+    lengths = shard_context.norms([(parameter, parameter) for parameter, _ in pairs])
+    factors = ratio * lengths * one_over(shard_context.norms(pairs))
+    w = shard_context.local([parameter for parameter, _ in pairs])
+    g = shard_context.local([gradient for _, gradient in pairs])
+    for tensor, gradient, factor in zip(w, g, factors.unbind(), strict=True):
+        tensor.addcmul_(gradient, factor.to(gradient.device, gradient.dtype))
+
+
 def one_over(length: Tensor) -> Tensor:
     """Returns 1 / length, or 0 if the length is 0."""
     return torch.where(length == 0, 0, 1 / length)

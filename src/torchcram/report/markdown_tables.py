@@ -1,7 +1,8 @@
 """Tables of results in Markdown, and the marked sections of files that hold them.
 
 A table stands between the lines `<!-- results:cifar10/resnet20 sgd sam -->` and
-`<!-- end results -->`; see `markdown_table` for what the name means.
+`<!-- end results -->`; see `markdown_table` for what the name means. That of transfers stands after
+`<!-- results:transfer tiny-imagenet-200/resnet18-64 sgd sam -->`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torchcram.experiments.io.files import slug, write_atomically
 from torchcram.experiments.metrics import less_is_better
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
-from torchcram.report import summary
+from torchcram.report import summary, transfer
 from torchcram.report.summary import change_text, score_text
 
 NOT_RUN = "not run yet"
+TRANSFER = "transfer"  # first word of a section on transfers
 TRAINED_ON = {"fine-tuned@": FINETUNE, "distilled@": DISTILLED}  # words, and marks in methods
 _NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
 
@@ -39,11 +41,14 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
             targets in this order: "squad/minilm-l6 adam obs@uniform:0.5". Words that end with @
             give every method a further row: "obs@" with the same targets by that pruner,
             "fine-tuned@" and "distilled@" with the targets trained on, and "obs@fine-tuned@" with
-            the targets of that pruner trained on.
+            the targets of that pruner trained on. "transfer" before it all stands for the models
+            of these methods on other tasks: "transfer cifar10/resnet20 sgd sam".
 
     Raises:
         ValueError: If the name is of another form.
     """
+    if name.partition(" ")[0] == TRANSFER:
+        return _transfer_table(results, name.partition(" ")[2].strip())
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
@@ -74,6 +79,36 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
                 rows.append([_escaped(f"- {how}"), "", *cells, "", *length, ""])
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
+
+
+def _transfer_table(results: Iterable[Result], name: str) -> str:
+    """Returns the table of transfers from the models of a task, by all methods or some."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{TRANSFER} {name!r} names no sources; allowed: task/model method ...")
+    everything = transfer.summarize(results)
+    prefix = f"{match[1]}/{match[2]}/"
+    own = [row.source for row in everything.rows if row.source.startswith(prefix)]
+    named = [prefix + method for method in match[3].split()]
+    shown = everything.of(named or list(dict.fromkeys(own)))
+    missing = [source for source in named if source not in own]
+    return transfer_markdown(shown, missing)
+
+
+def transfer_markdown(summary: transfer.TransferSummary, missing: Sequence[str] = ()) -> str:
+    """Returns a row per source and sparsity, and a note on what the numbers are.
+
+    Args:
+        summary: Transfers to show.
+        missing: Recipes of sources that get a row which says that they have no result.
+    """
+    header, texts = transfer.cells(summary)
+    rows = [[_escaped(row[0]), _code(row[1]), *row[2:]] for row in texts]
+    rows += [[_title(source), NOT_RUN, *[""] * (len(header) - 2)] for source in missing]
+    header = [*header[:2], *map(_code, header[2:-1]), header[-1]]
+    lines = [header, ["---", "---", *["--:"] * (len(header) - 2)], *rows]
+    note = f"{transfer.NOTE[0].upper()}{transfer.NOTE[1:]}."
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", note]) + "\n"
 
 
 def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[str]:

@@ -32,6 +32,8 @@ def result_table(result: Result) -> Table:
     how = "fine-tuned" if FINETUNE in result.method else "compressed in one shot"
     if (target := summary.trained_for(result)) is not None and FINETUNE not in result.method:
         how = f"trained for {target}"
+        if summary.transferred_from(result) is not None:
+            how = f"zeros of {target} held"
     # as Text, for which brackets are no markup
     table = Table(
         title=Text(f"{name}: test {in_percent(result.metric)} on {result.data}, {how}"),

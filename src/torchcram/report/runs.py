@@ -44,7 +44,7 @@ class Run:
         result: Result as it was read.
         label: Name of the run in charts and tables.
         style: Number of the colour, dashes and markers.
-        dense: Accuracy of the uncompressed models.
+        dense: Accuracy of the models before compression.
         rows: Targets by operator.
         passes: Passes over the training set by operator, and of the dense model by "dense"; with
             those of fine-tuning after a plus.
@@ -56,6 +56,16 @@ class Run:
     dense: MeanStd
     rows: Mapping[str, TargetSummary]
     passes: Mapping[str, str]
+
+    @property
+    def trained_for(self) -> str | None:
+        """Target that the model was trained sparse for; None for a dense model."""
+        return summary.trained_for(self.result)
+
+    @property
+    def form(self) -> str:
+        """What the model is before compression."""
+        return "dense" if self.trained_for is None else "as trained"
 
     @property
     def colour(self) -> int:
@@ -118,6 +128,11 @@ class Group:
         return any(FINETUNE in run.result.method for run in self.runs)
 
     @property
+    def trained_sparse(self) -> bool:
+        """Whether some models were trained for one target."""
+        return any(run.trained_for is not None for run in self.runs)
+
+    @property
     def shown(self) -> Sequence[Run]:
         """The runs of charts and tables: a model fine-tuned at several targets counts as one."""
         merged: dict[object, Run] = {}
@@ -155,7 +170,9 @@ def group_runs(results: Sequence[Result]) -> list[Group]:
         ]
         data = ", ".join(dict.fromkeys(result.data for result in members))
         data = "" if data == task else data  # which the heading says already
-        targets = summary.sort_operators(operator for run in runs for operator in run.rows)
+        operators = [operator for run in runs for operator in run.rows]
+        operators += [run.trained_for for run in runs if run.trained_for is not None]
+        targets = summary.sort_operators(operators)
         groups.append(Group(f"{task} / {model}", data, runs, targets))
     return groups
 
@@ -212,6 +229,7 @@ def runs_page(
         "charts": [*charts, *bench_charts],
         "logs": bool(logs),
         "benches": bench_sections,
+        "change_unit": _change_unit(groups),
         "repeated": [over for over in dict.fromkeys(map(summary.repeated, results)) if over],
     }
     environment = Environment(
@@ -227,6 +245,14 @@ def runs_page(
     )
     environment.tests.update(noticeable_loss=is_noticeable_loss)
     return environment.get_template("runs.html.j2").render(values)
+
+
+def _change_unit(groups: Sequence[Group]) -> str:
+    """Returns the unit of changes from dense, in words."""
+    kinds = {group.ratios for group in groups}
+    if len(kinds) > 1:
+        return "in points, and for perplexities as a ratio"
+    return "as a ratio" if True in kinds else "in points"
 
 
 # Its charts
@@ -291,18 +317,23 @@ def accuracy_chart(runs: Sequence[Run]) -> Chart:
 
 
 def _points(run: Run) -> list[Point]:
-    """Returns the dense model and the pruned ones."""
+    """Returns the model before compression and the pruned ones; the former may be sparse."""
     metric = run.result.metric
-    sign = percent_sign(metric)
-    shown = [
-        make_point(
-            0,
-            [on_axis(run.dense.mean, metric), 0],
-            {"operator": "dense", metric: f"{run.dense}{sign}"},
-            std=[std_on_axis(run.dense), 0],
+    sign, shown = percent_sign(metric), []
+    if run.trained_for is None or summary.on_the_axis(run.result, run.trained_for):
+        shown.append(
+            make_point(
+                100 * _sparsity(run),
+                [on_axis(run.dense.mean, metric), 0],
+                {"operator": run.trained_for or "dense", metric: f"{run.dense}{sign}"},
+                std=[std_on_axis(run.dense), 0],
+            )
         )
+    pruned = [
+        row
+        for row in run.rows.values()
+        if row.operator != run.trained_for and summary.on_the_axis(run.result, row.operator)
     ]
-    pruned = [row for row in run.rows.values() if summary.on_the_axis(run.result, row.operator)]
     for row in sorted(pruned, key=lambda row: row.sparsity):
         measured = {metric: f"{row.after}{sign}"}
         if summary.tuned(run.result):
@@ -322,6 +353,14 @@ def _points(run: Run) -> list[Point]:
             )
         )
     return shown
+
+
+def _sparsity(run: Run) -> float:
+    """Returns the fraction of zeros in the compressible weights before compression."""
+    if run.trained_for is None:
+        return 0
+    row = run.rows.get(run.trained_for)
+    return summary.sparsity(run.trained_for) or 0 if row is None else row.sparsity
 
 
 def training_chart(curves: Sequence[Curve]) -> Chart:

@@ -7,10 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchcram import NM, Chain, GlobalTopK, Quantize, UniformTopK, parse_operator
-from torchcram.experiments.evaluation.results import Result, TargetResult, mean, std
+from torchcram.experiments.evaluation.results import (
+    Result,
+    TargetResult,
+    TransferSource,
+    mean,
+    std,
+)
 from torchcram.experiments.io.dict_diff import flat
 from torchcram.experiments.metrics import change_from, less_is_better
 from torchcram.experiments.recipe import training_passes
+from torchcram.experiments.recipe.overrides import DENSE
 from torchcram.experiments.tasks import ACCURACY
 from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
 
@@ -145,15 +152,26 @@ def dense(result: Result) -> MeanStd:
 
 
 def trained_for(result: Result) -> str | None:
-    """Returns the target that a method trained a sparse model for; None for dense models."""
+    """Returns the target that a model was trained sparse for; None for dense models.
+
+    A method trains sparse models, and so does a transfer that holds masks.
+    """
+    source = transferred_from(result)
+    if source is not None:
+        return None if source.at == DENSE else source.at
     method = result.recipe.get("method")
     if not isinstance(method, Mapping) or "target" not in method:
         return None
     target = str(method["target"])
-    return None if _sparsity(target) == 0 else target  # a method may train for all targets
+    return None if sparsity(target) == 0 else target  # a method may train for all targets
 
 
-def _sparsity(target: str) -> float | None:
+def transferred_from(result: Result) -> TransferSource | None:
+    """Returns the model that a transfer started from; None for all other trainings."""
+    return result.seeds[0].source
+
+
+def sparsity(target: str) -> float | None:
     """Returns the sparsity of an operator as text, if it has one."""
     try:
         level = getattr(parse_operator(target), "sparsity", None)

@@ -13,6 +13,7 @@ class Choice:
     name: str
     augment: str = "crop-flip"
     image_size: int | None = None
+    color: bool = False
 
 
 def image(seed, size=(10, 8), mode="RGB"):

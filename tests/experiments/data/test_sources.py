@@ -58,12 +58,26 @@ def test_digits_are_normalised_by_the_training_images():
     assert Counter(data.train.images.unique().tolist()) == Counter(range(0, 241, 15))
 
 
-@pytest.mark.parametrize(
-    "choice", [Choice("digits", image_size=32), Choice("digits", "resized-crop-flip", 8)]
-)
-def test_digits_have_one_size(choice):
-    with pytest.raises(ValueError, match="'digits' is 8x8 and resident"):
-        load_data(choice, None)
+def test_digits_can_be_large_and_in_colour():
+    small, large, colour = (
+        load_data(Choice("digits", image_size=size, color=color), None)
+        for size, color in ((8, False), (64, False), (64, True))
+    )
+    assert small.test.images.shape == (360, 8, 8, 1)
+    assert large.test.images.shape == (360, 64, 64, 1)
+    assert colour.test.images.shape == (360, 64, 64, 3)
+    assert all(
+        torch.equal(part, large.test.images[..., 0]) for part in colour.test.images.unbind(3)
+    )
+    assert torch.equal(colour.train.labels, small.train.labels)
+    means = large.train.images.double().mean((1, 2, 3)), small.train.images.double().mean((1, 2, 3))
+    assert torch.allclose(*means, atol=6)  # the same pictures
+    assert len(set(colour.mean)) == 1
+
+
+def test_digits_are_not_streamed():
+    with pytest.raises(ValueError, match="'digits' is resident"):
+        load_data(Choice("digits", "resized-crop-flip", 8), None)
 
 
 def test_a_folder_is_packed_once(folder, monkeypatch):

@@ -81,6 +81,7 @@ def test_what_there_is_of_glue():
         ("text=null", "model.name is 'minilm-l6'; allowed: a model for images"),
         ("data.augment=shift", "data.augment is 'shift'; allowed: none"),
         ("data.image_size=8", "data.image_size is 8; allowed: null"),
+        ("data.color=true", "data.color is True; allowed: false"),
         ("text.task=sqad", "text.task is 'sqad' (did you mean 'squad'?)"),
         ("text.length=8", "text.length is 8; allowed: at least 16"),
         ("text.stride=129", "text.stride is 129; allowed: from 0 to 128, a third of length"),

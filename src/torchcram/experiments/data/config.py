@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchcram.experiments.data.images.resident import AUGMENTS, STREAMED
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
-from torchcram.experiments.io.dataclass_io import require, require_one_of
+from torchcram.experiments.io.dataclass_io import UNLESS_DEFAULT, require, require_one_of
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,14 @@ class DataConfig:
             random crop out of the image padded by an eighth, flipped or not; "resized-crop-flip",
             the usual one of ImageNet.
         image_size: Size that images are resized to; None leaves them as they are.
+        color: Whether grey images get three equal channels, for models that take colour images.
+            Images of class folders always have three channels.
     """
 
     name: str
     augment: str = "crop-flip"
     image_size: int | None = None
+    color: bool = field(default=False, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(bool(self.name), "name", self.name, "the name of a dataset")

@@ -53,8 +53,7 @@ class TargetResult:
     def __post_init__(self) -> None:
         require(bool(self.operator.strip()), "operator", self.operator, "an operator as text")
         for key in ("sparsity", "model_sparsity"):
-            value = getattr(self, key)
-            require(0 <= value <= 1, key, value, "from 0 to 1")
+            _require_fraction(key, getattr(self, key))
         deviation = self.after_std
         require(deviation is None or deviation >= 0, "after_std", deviation, "at least 0")
         require(self.trials >= 1, "trials", self.trials, "at least 1")
@@ -63,12 +62,40 @@ class TargetResult:
 
 
 @dataclass(frozen=True)
+class TransferSource:
+    """Model that a transfer to another task started from.
+
+    Attributes:
+        recipe: Name of the recipe that it was trained with.
+        title: Title of that recipe.
+        at: Operator that it was compressed by, or trained for, as text; or "dense".
+        target: Name of the recipe of the other task.
+        dense: Name of the recipe of the source whose dense model it is compared with.
+        sparsity: Fraction of zeros after the transfer in the weights that were compressed.
+        model_sparsity: Fraction of zeros after the transfer in all parameters.
+    """
+
+    recipe: str
+    title: str
+    at: str
+    target: str
+    dense: str
+    sparsity: float
+    model_sparsity: float
+
+    def __post_init__(self) -> None:
+        for key in ("sparsity", "model_sparsity"):
+            _require_fraction(key, getattr(self, key))
+
+
+@dataclass(frozen=True)
 class SeedResult:
     """Scores of one training and of its model compressed to several targets.
 
     Attributes:
         seed: Seed of the training.
-        dense: Test accuracy of the dense model, or the metric of the task.
+        dense: Test accuracy of the model as trained, or the metric of the task: of the dense
+            model, unless a method or a transfer with masks trained a sparse one.
         seconds: Time that the training took.
         targets: Scores at every target; no operator appears twice.
         machine: Name of the machine that it ran on.
@@ -77,6 +104,7 @@ class SeedResult:
         others: Further metrics of the dense model, by name.
         chosen: Settings on top of the recipe that were chosen from a grid.
         epochs: Number of epochs that were trained, where early stopping decided it.
+        source: Model that a transfer started from; None for all other trainings.
     """
 
     seed: int
@@ -89,6 +117,7 @@ class SeedResult:
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
     chosen: tuple[str, ...] = field(default=(), metadata=json_text.UNLESS_DEFAULT)
     epochs: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    source: TransferSource | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")
@@ -224,3 +253,7 @@ def mean(values: Sequence[float]) -> float:
 def std(values: Sequence[float]) -> float | None:
     """Returns the sample standard deviation; None for a single value, which has none."""
     return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _require_fraction(key: str, value: float) -> None:
+    require(0 <= value <= 1, key, value, "from 0 to 1")

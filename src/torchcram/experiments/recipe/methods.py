@@ -6,8 +6,13 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchcram.baselines.registry import METHODS
-from torchcram.experiments.io.dataclass_io import UNLESS_DEFAULT, BadValue, require_one_of
+from torchcram.baselines.registry import CRAM, Method, find_method, method_names
+from torchcram.experiments.io.dataclass_io import (
+    UNLESS_DEFAULT,
+    BadValue,
+    did_you_mean,
+    shown,
+)
 from torchcram.experiments.recipe.checks import read_operator, require_arguments
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(epochs?|%)")
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Method of `torchcram.baselines` that the model is trained with.
+    """Method that the model is trained with: one of `torchcram.baselines`, or a registered one.
 
     Attributes:
         name: Name of the method, as `torchcram list methods` shows it.
@@ -43,8 +48,7 @@ class MethodConfig:
     skip: str | None = None
 
     def __post_init__(self) -> None:
-        require_one_of("name", self.name, METHODS)
-        method = METHODS[self.name]
+        method = self.method
         operator = read_operator("target", self.target)
         object.__setattr__(self, "target", str(operator))
         try:
@@ -61,9 +65,23 @@ class MethodConfig:
             if name in args:
                 read_time(f"args.{name}", args[name], epochs=1, steps_per_epoch=1)
 
+    @property
+    def method(self) -> Method:
+        """Method of this name.
+
+        Raises:
+            BadValue: If there is none.
+        """
+        method = find_method(self.name)
+        if method is None:
+            names = [CRAM, *method_names()]
+            problem = f"is {shown(self.name)}{did_you_mean(self.name, names)}"
+            raise BadValue("name", problem, ", ".join(names))
+        return method
+
     def arguments(self, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
         """Returns the arguments with all times as numbers of steps."""
-        times = METHODS[self.name].times
+        times = self.method.times
         return {
             name: read_time(
                 f"method.args.{name}", value, epochs=epochs, steps_per_epoch=steps_per_epoch
@@ -98,12 +116,15 @@ class MethodConfig:
         """
         args = self.arguments(epochs, steps_per_epoch)
         try:
-            optimizer = METHODS[self.name].build(
+            optimizer = self.method.build(
                 model, base, self.target, arguments=args, weights=weights, seed=seed
             )
             optimizer.check_length(epochs * steps_per_epoch)
         except ValueError as error:
-            allowed = f"times within {epochs} epochs of {steps_per_epoch} steps"
+            allowed = (
+                f"values that {self.name} takes, with times within {epochs} epochs of "
+                f"{steps_per_epoch} steps"
+            )
             raise BadValue("method.args", f"is {self.args or {}}: {error}", allowed) from None
         return optimizer
 

@@ -17,6 +17,7 @@ Overrides = tuple[str, ...]
 """Settings on top of a recipe, such as ("cram.rho=0.1", "train.epochs=3")."""
 
 DENSE = "dense"  # in place of an operator: no compression
+TRAINED = "trained"  # in place of an operator: the zeros that a method trained, held as they are
 FINETUNE = "-finetune-"  # in names of fine-tuned recipes, before the target
 DISTILLED = f"{FINETUNE}distilled-"  # in their names if the dense model is the teacher
 LONGEST = 100  # characters of a folder's name
@@ -99,6 +100,7 @@ def finetune_recipe(
         schedule=replace(recipe.schedule, warmup_epochs=0),
         compress=recipe.compress if at == DENSE else replace(recipe.compress, watch=None),
         cram=None,
+        method=None,
     )
     changed = with_epochs(with_overrides(tuning, overrides), epochs)
     if changed.train.distillation is None or changed.name != tuning.name:
@@ -120,18 +122,24 @@ def transfer_recipe(
     """Returns the recipe that trains a compressed model on another dataset.
 
     Args:
-        recipe: Recipe that the model was trained with; its model is kept.
-        at: Operator that the model is compressed by, as text, or "dense".
+        recipe: Recipe that the model was trained with; its model is kept, and all of it trained.
+        at: Operator that the model is compressed by, as text, or "dense" or "trained".
         to: Recipe that has the dataset and all other settings.
         epochs: Number of epochs; by default that of `to`.
         overrides: Further changes, such as "optimizer.lr=0.01".
     """
-    at = read_at(at)
+    title = recipe.title
+    if at == TRAINED:
+        at = trained_target(recipe)
+    else:
+        at = read_at(at)
+        title = f"{title} at {at}"
     transfer = replace(
         to,
-        name=f"{to.task_name}/{recipe.architecture}/{to.method_name}-of-{recipe.method_name}-{slug(at)}",
-        title=f"{recipe.title} at {at}, transferred",
-        model=replace(recipe.model, pretrained=False),
+        name=f"{to.task_name}/{recipe.architecture}/{to.method_name}-of-{recipe.method_name}-"
+        f"{slug(at)}",
+        title=f"{title}, transferred",
+        model=replace(recipe.model, pretrained=False, freeze=None),
     )
     return with_epochs(with_overrides(transfer, overrides), epochs)
 
@@ -151,6 +159,27 @@ def read_at(at: str) -> str:
     if operator.is_range:
         raise ValueError(f"{operator} is a range to train over; allowed: one sparsity or {DENSE!r}")
     return str(operator)
+
+
+def trains_sparse(recipe: Recipe) -> bool:
+    """Returns whether a method trains a sparse model; some train dense ones for all targets."""
+    if recipe.method is None:
+        return False
+    return getattr(parse_pruner(recipe.method.target), "sparsity", None) != 0
+
+
+def trained_target(recipe: Recipe) -> str:
+    """Returns the target that the method of a recipe trains a sparse model for, as text.
+
+    Raises:
+        ValueError: If the recipe trains a dense model.
+    """
+    if recipe.method is None or not trains_sparse(recipe):
+        raise ValueError(
+            f"{recipe.name} trains a dense model, which has no zeros of its own; allowed: an "
+            f"operator such as global:0.9, or {DENSE!r}"
+        )
+    return recipe.method.target
 
 
 def folder_name(overrides: Overrides) -> str:

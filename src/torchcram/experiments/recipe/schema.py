@@ -201,7 +201,8 @@ class CramConfig:
     Attributes:
         rule: Name of the update rule.
         operators: Operators as text, also ranges; every step draws one of them.
-        rho: Factor of the ascent w + rho g, and its length where g is normalized.
+        rho: Factor of the ascent w + rho g, and its length where g is normalized; null ascends by a
+            fixed part of the length of every parameter.
         sparse_gradients: Whether the gradient at w~ is masked.
         normalize: Whether gradients are normalized; None leaves that to the rule.
         mask_interval: Number of uses of an operator between two selections of its masks.
@@ -216,7 +217,7 @@ class CramConfig:
 
     rule: str = "CrAM+"
     operators: tuple[str, ...] = ()
-    rho: float = 0.05
+    rho: float | None = 0.05
     sparse_gradients: bool = True
     normalize: bool | None = None
     mask_interval: int = 1
@@ -245,7 +246,7 @@ class CramConfig:
         else:
             allowed = f"[], as {self.rule} does not compress"
             require(not self.operators, "operators", list(self.operators), allowed)
-        require(self.rho >= 0, "rho", self.rho, "at least 0")
+        require(self.rho is None or self.rho >= 0, "rho", self.rho, "at least 0, or null")
         require(self.mask_interval >= 1, "mask_interval", self.mask_interval, "at least 1")
         probability = self.base_step_probability
         require(0 <= probability <= 1, "base_step_probability", probability, "from 0 to 1")

@@ -114,6 +114,7 @@ class TextTask(Task):
         data = self.data
         require(data.augment == "none", "data.augment", data.augment, "none")
         require(data.image_size is None, "data.image_size", data.image_size, "null")
+        require(not data.color, "data.color", data.color, "false")
 
     def hold_out(self, data: TextSet, fraction: float = 0.1, seed: int = 0) -> TextSet:
         """Returns the dataset with whole paragraphs of the training split to test on."""

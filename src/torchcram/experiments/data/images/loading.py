@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from torchcram.experiments.data.images.datasets import EncodedDataset, ImageDataset, Images
+from torchcram.experiments.data.images.datasets import (
+    EncodedDataset,
+    ImageDataset,
+    Images,
+    pixels,
+    resized,
+)
 from torchcram.experiments.data.images.digits import split_digits
 from torchcram.experiments.data.images.folders import (
     archives_fingerprint,
@@ -81,18 +88,28 @@ def load_data(
 
 
 def _digits(config: DataConfig) -> ImageDataset:
-    """Returns the digits, split as in the demonstration."""
-    if config.augment == STREAMED or config.image_size not in (None, 8):
+    """Returns the digits, split as in the demonstration; resized and in colour if asked for."""
+    if config.augment == STREAMED:
         raise ValueError(
-            f"dataset {DIGITS!r} is 8x8 and resident: augment {config.augment!r} with image_size "
-            f"{config.image_size!r} does not go with it"
+            f"dataset {DIGITS!r} is resident: augment {config.augment!r} does not go with it"
         )
     train, labels, test, test_labels = split_digits()
     learnt, tested = (
-        Images(pixels.mul(15).to(torch.uint8).unsqueeze(-1), targets)  # still whole numbers
-        for pixels, targets in ((train, labels), (test, test_labels))
+        Images(_digit_pixels(values, config), targets)
+        for values, targets in ((train, labels), (test, test_labels))
     )
     return ImageDataset(DIGITS, learnt, tested, tuple(map(str, range(10))))
+
+
+def _digit_pixels(values: Tensor, config: DataConfig) -> Tensor:
+    """Returns digits with values from 0 to 16 as uint8, (n, h, w, channels)."""
+    images = values.mul(15).to(torch.uint8)  # still whole numbers
+    if config.image_size not in (None, images.shape[-1]):
+        from PIL import Image
+
+        large = [resized(Image.fromarray(image.numpy()), config.image_size) for image in images]
+        images = torch.stack([pixels(image.convert("RGB"))[..., 0] for image in large])
+    return images.unsqueeze(-1).repeat(1, 1, 1, 3 if config.color else 1)
 
 
 def _find(name: str, folder: Path, download: bool) -> Source | None:
