@@ -335,7 +335,8 @@ def check_causal_model(model: nn.Module, name: str, data: TokenSet, device: torc
                 f"max_position_embeddings is {positions}; set task.args.length"
             )
     inputs = data.test.tokens[: min(PROBE, data.test.length)].long().repeat(2, 1).to(device)
-    inputs[1, -1] = inputs[0, 0] if inputs[0, 0] != inputs[0, -1] else inputs[0, -1] ^ 1
+    last = int(inputs[0, -1])
+    inputs[1, -1] = last - 1 if last else 1
     try:
         with eval_mode(model), torch.random.fork_rng(devices=[]):
             scores = model(inputs).float()
