@@ -13,7 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from torchcram.experiments.bench.record import read_bench
 from torchcram.experiments.bench.run import Files
+from torchcram.experiments.data.text import blocks
 from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.ranks import Shard
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.tasks import Score
@@ -98,6 +100,28 @@ def test_the_perplexity_is_that_of_the_literature(stride, decoder, paragraphs):
     assert value == pytest.approx(math.exp(total / count), rel=1e-5)
     assert 0 <= accuracy < 0.5
     assert model.training
+
+
+def test_ranks_share_the_windows(decoder, paragraphs, monkeypatch):
+    recipe = load_recipe(MULTI, [f"model.name={decoder}", *SETTINGS])
+    data = recipe.build_task().load(paragraphs)
+    model = build_initial_model(recipe, classes=0, seed=0)
+    sums = []
+
+    class Recorded:
+        """Stands for ranks, whose sums are kept instead of added."""
+
+        def all_reduce_sum(self, *values):
+            sums.append(torch.tensor(values))
+            return values
+
+    monkeypatch.setattr(blocks, "TEST_TOKENS", 4 * LENGTH)  # several batches
+    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
+        options = {"batch_size": 1, "device": CPU, "seed": 0, "train": False, "shard": shard}
+        batches = blocks.BlockBatches(data.test, **options)
+        score_windows(model, batches, device=CPU, ranks=Recorded())
+    torch.testing.assert_close(sums[1] + sums[2], sums[0], rtol=1e-6, atol=0)
+    assert sums[0][2] == len(data.test.tokens) - 1
 
 
 def test_stopped_and_continued_is_the_same_as_not_stopped(decoder, paragraphs, monkeypatch):
