@@ -137,6 +137,7 @@ def evaluate(
         from torchcram.experiments.io.weights import load_weights_
         from torchcram.experiments.recipe.build import target_weights
         from torchcram.experiments.training.trainer import load_trained
+        from torchcram.report.summary import percent_sign, score_text
 
         where = find_device(device)
         trained = load_trained(run, where)
@@ -146,7 +147,10 @@ def evaluate(
         score = score_on_test(trained.model, trained.recipe, dataset, device=where)
         zeros = sparsity(target_weights(trained.recipe, trained.model))
         measured = {score.metric: score.value, **(score.others or {})}
-        scores = ", ".join(f"{name} {100 * value:.2f} %" for name, value in measured.items())
+        scores = ", ".join(
+            f"{name} {score_text(value, name)}{percent_sign(name)}"
+            for name, value in measured.items()
+        )
         tested = trained.recipe.build_task().count_test(dataset)
         typer.echo(
             f"{model or run}: {scores} on the {tested} of {dataset.name}, "

@@ -109,27 +109,30 @@ def _table(result: Result, files: Sequence[Exported], dense: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from torchcram.report.summary import percent, points
+    from torchcram.experiments.metrics import change_from
+    from torchcram.report.summary import change_text, in_percent, score_text
 
     (seed,) = result.seeds
+    metric = result.metric
     table = Table(
-        title=Text(f"Files, and test {result.metric} in % on {result.data}"),
+        title=Text(f"Files, and test {in_percent(metric)} on {result.data}"),
         caption="as is: before batch-norm tuning; smaller: against the file of the dense model",
     )
     table.add_column("target", no_wrap=True)
-    for column in ("bytes", "smaller", "as is", result.metric, "vs dense"):
+    for column in ("bytes", "smaller", "as is", metric, "vs dense"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("file", overflow="fold")
-    table.add_row("dense", f"{dense:,}", "", "", percent(seed.dense), "", "", end_section=True)
+    accuracy = score_text(seed.dense, metric)
+    table.add_row("dense", f"{dense:,}", "", "", accuracy, "", "", end_section=True)
     for file in files:
         target = file.target
         table.add_row(
             Text(target.operator),
             f"{file.size:,}",
             f"{dense / file.size:.1f}x",
-            percent(target.before),
-            percent(target.after),
-            points(target.after - seed.dense),
+            score_text(target.before, metric),
+            score_text(target.after, metric),
+            change_text(change_from(seed.dense, target.after, metric), metric),
             Text(str(file.path)),
         )
     return table

@@ -135,6 +135,8 @@ def _datasets(text: str) -> Listing:
     rows: list[Row] = [*dataset_names().items()]
     rows += [(name, task.title) for name, task in TEXT_FORMATS.items()]
     rows.append(("NAME", "any folder or archive NAME/<split>/<class>/*.jpg in the data folder"))
+    running = "running text for language-modelling: NAME/train.txt and NAME/test.txt, or .jsonl"
+    rows.append(("NAME", running))
     return ("dataset", "what it is"), _with(rows, text)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from torchcram.report.summary import number, percent
+from torchcram.experiments.metrics import less_is_better
+from torchcram.report.summary import in_percent, number, percent, score_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -101,7 +102,9 @@ def derived_table(derived: FineTuned) -> Table:
     origin, trained = derived.origin, derived.trained
     metric, tuned = trained.recipe.metric, trained.recipe.build_task().has_batchnorm
     table = Table(
-        title=Text(f"{trained.recipe.title}: test {metric} in % on {trained.info.data.name}"),
+        title=Text(
+            f"{trained.recipe.title}: test {in_percent(metric)} on {trained.info.data.name}"
+        ),
         caption="sparsity in % of the compressed weights and of all parameters",
     )
     table.add_column("model")
@@ -109,16 +112,17 @@ def derived_table(derived: FineTuned) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     at_start = (percent(origin.sparsity), percent(origin.model_sparsity))
     if not origin.new_head:
-        table.add_row("as it was trained", percent(origin.dense), "", "")
+        table.add_row("as it was trained", score_text(origin.dense, metric), "", "")
     if origin.holds_masks and origin.before is not None and origin.after is not None:
-        table.add_row(Text(f"compressed to {origin.at}"), percent(origin.before), *at_start)
+        before = score_text(origin.before, metric)
+        table.add_row(Text(f"compressed to {origin.at}"), before, *at_start)
         if tuned:
-            table.add_row("batch norm tuned", percent(origin.after), *at_start)
+            table.add_row("batch norm tuned", score_text(origin.after, metric), *at_start)
     what = "transferred" if origin.new_head else "fine-tuned"
     epochs = trained.finished.epochs or trained.recipe.train.epochs
     table.add_row(
         f"{what}, {number(epochs)} epoch{'s' * (epochs != 1)}",
-        percent(trained.finished.accuracy),
+        score_text(trained.finished.accuracy, metric),
         percent(derived.sparsity),
         percent(derived.model_sparsity),
     )
@@ -132,14 +136,15 @@ def grid_table(grid: Grid) -> Table:
 
     metric = grid.trials[0].finetuned.trained.recipe.metric
     table = Table(
-        title=f"{metric} in % on the held-out samples",
+        title=f"{in_percent(metric)} on the held-out samples",
         caption="the first row was chosen",
     )
     table.add_column("settings")
     for column in (metric, "rounds"):
         table.add_column(column, justify="right", no_wrap=True)
     for tried in grid.trials:
-        table.add_row(Text(" ".join(tried.overrides)), percent(tried.held_out), str(tried.rounds))
+        held_out = score_text(tried.held_out, metric)
+        table.add_row(Text(" ".join(tried.overrides)), held_out, str(tried.rounds))
     for overrides in grid.failed:
         table.add_row(Text(" ".join(overrides)), "failed", "")
     return table
@@ -163,28 +168,33 @@ def lr_table(name: str, search: LrSearch) -> Table:
     return table
 
 
-def sweep_table(points: Sequence[Point], score: Sequence[str], *, targets: bool) -> Table:
+def sweep_table(
+    points: Sequence[Point], score: Sequence[str], *, targets: bool, metric: str = "accuracy"
+) -> Table:
     """Returns the points of a sweep, best first.
 
     Args:
         points: Points, best first.
         score: Operators that were scored on; none for all targets.
         targets: Whether there is a column for every target.
+        metric: Name of the metric of the scores.
     """
     from rich.table import Table
     from rich.text import Text
 
     measured = dict.fromkeys(operator for point in points for operator in point.targets)
     operators = list(measured) if targets else []
+    average = "geometric mean" if less_is_better(metric) else "mean after batch-norm tuning"
+    shown = in_percent(metric if less_is_better(metric) else "accuracy")
     table = Table(
-        title="Accuracy in % on the held-out tenth of the training set",
-        caption=f"score: mean after batch-norm tuning over {', '.join(score) or 'all targets'}",
+        title=f"{shown[0].upper()}{shown[1:]} on the held-out tenth of the training set",
+        caption=f"score: {average} over {', '.join(score) or 'all targets'}",
     )
     table.add_column("settings")
     for column in ("score", "dense", *operators):
         table.add_column(Text(column), justify="right", no_wrap=True)
     for point in points:
         values = [point.score, point.dense, *(point.targets.get(name) for name in operators)]
-        cells = ["failed" if value is None else percent(value) for value in values]
+        cells = ["failed" if value is None else score_text(value, metric) for value in values]
         table.add_row(Text(" ".join(point.overrides)), *cells)
     return table

@@ -158,9 +158,12 @@ def _bars(console: Console) -> Iterator[Callable[[str], Progress]]:
 
 
 def _metrics(record: EpochRecord) -> str:
-    parts = [f"loss {record.loss:.4f}"]
+    from torchcram.report.summary import percent_sign, score_text
+
+    parts, sign = [f"loss {record.loss:.4f}"], percent_sign(record.metric)
     if record.accuracy is not None:
-        parts.append(f"{record.metric} {100 * record.accuracy:.2f} %")
+        parts.append(f"{record.metric} {score_text(record.accuracy, record.metric)}{sign}")
     if record.compressed_accuracy is not None:
-        parts.append(f"compressed {100 * record.compressed_accuracy:.2f} %")
+        compressed = score_text(record.compressed_accuracy, record.metric)
+        parts.append(f"compressed {compressed}{sign}")
     return ", ".join([*parts, f"{record.images_per_second:.0f} {record.unit}/s"])

@@ -101,7 +101,10 @@ def sweep(
                 make_step=step_maker(eager),
                 progress=watch.training,
             )
-        wide, narrow = (sweep_table(points, score or (), targets=more) for more in (True, False))
+        wide, narrow = (
+            sweep_table(points, score or (), targets=more, metric=first.metric)
+            for more in (True, False)
+        )
         show(wide, narrow)
         best = points[0]
         if best.score is None:

@@ -23,6 +23,7 @@ from torchcram.experiments.io.dataclass_io import plain
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import locked, write_atomically
 from torchcram.experiments.io.weights import digest, load_model_, save_model
+from torchcram.experiments.metrics import best_index, goodness
 from torchcram.experiments.models import replace_head_
 from torchcram.experiments.recipe.build import (
     build_initial_model,
@@ -594,11 +595,13 @@ def finetune_grid(
             failed[overrides] = str(error)
             continue
         values = held_out_values(folder)
-        trials.append(Trial(overrides, folder, max(values), len(values), finetuned))
+        held_out = values[best_index(values, tasks[0].metric)]
+        trials.append(Trial(overrides, folder, held_out, len(values), finetuned))
     if not trials:
         first = next(iter(failed))
         raise ValueError(f"every training failed; the first, {' '.join(first)}: {failed[first]}")
-    return Grid(sorted(trials, key=lambda trial: trial.held_out, reverse=True), failed)
+    order = sorted(trials, key=lambda t: goodness(t.held_out, tasks[0].metric), reverse=True)
+    return Grid(order, failed)
 
 
 def share_start(source: Path, folder: Path) -> None:

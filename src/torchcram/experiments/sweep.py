@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchcram import parse_operator
-from torchcram.experiments.evaluation.results import mean
 from torchcram.experiments.io import yaml_text
+from torchcram.experiments.metrics import average, goodness
 from torchcram.experiments.recipe.overrides import Overrides, folder_name, with_targets
 from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.training.steps import EagerStep, MakeStep
@@ -36,7 +37,8 @@ class Point:
     Attributes:
         overrides: Settings on top of the recipe, such as "cram.rho=0.1".
         folder: Name of the run's folder within the folder of the sweep.
-        score: Mean accuracy after compression and batch-norm tuning; None if the training failed.
+        score: Mean accuracy after compression and batch-norm tuning, of perplexities the geometric
+            mean; None if the training failed.
         dense: Accuracy of the dense model; None if the training failed.
         targets: Accuracy after compression and batch-norm tuning, by operator.
         failed: Error message if the training failed.
@@ -131,14 +133,15 @@ def sweep(
         result = load_or_measure(out / name, trained, divided, device=device, file=VALIDATION)
         (seed_result,) = result.seeds
         after = {target.operator: target.after for target in seed_result.targets}
-        value = mean([after[operator] for operator in scored or recipe.compress.to])
+        values = [after[operator] for operator in scored or recipe.compress.to]
+        value = average(values, recipe.metric)
         points.append(Point(overrides, name, value, seed_result.dense, after))
-    return sorted(points, key=_rank, reverse=True)
+    return sorted(points, key=lambda point: _rank(point, tasks[0].metric), reverse=True)
 
 
-def _rank(point: Point) -> float:
-    """Returns the score of a point, or less than any score if its training failed."""
-    return -1.0 if point.score is None else point.score
+def _rank(point: Point, metric: str) -> float:
+    """Returns a number that is greater for better points, and least if the training failed."""
+    return -math.inf if point.score is None else goodness(point.score, metric)
 
 
 def _text(value: object) -> str:

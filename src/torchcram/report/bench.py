@@ -10,8 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.bench.record import DENSE, fastest
+from torchcram.experiments.metrics import change_from, less_is_better
 from torchcram.report.charts import Chart, Point, cost_chart, make_point
-from torchcram.report.summary import percent, points
+from torchcram.report.summary import (
+    axis_label,
+    change_text,
+    in_percent,
+    on_axis,
+    percent,
+    percent_sign,
+    score_text,
+)
 
 if TYPE_CHECKING:
     from torchcram.experiments.bench.record import Bench, ModelRecord, Timing
@@ -51,9 +60,11 @@ def size_cells(bench: Bench, model: ModelRecord) -> list[str]:
     """
     dense, change = bench.subjects[0], ""
     if model is not dense and model.accuracy is not None and dense.accuracy is not None:
-        change = points(model.accuracy - dense.accuracy)
+        change = change_text(
+            change_from(dense.accuracy, model.accuracy, bench.metric), bench.metric
+        )
     return [
-        "" if model.accuracy is None else percent(model.accuracy),
+        "" if model.accuracy is None else score_text(model.accuracy, bench.metric),
         change,
         size(model.plain_bytes),
         size(model.compact_bytes),
@@ -68,7 +79,9 @@ def size_cells(bench: Bench, model: ModelRecord) -> list[str]:
 def size_table(bench: Bench) -> Table:
     """Returns a row per model: its accuracy, and the sizes of its files."""
     table = Table(
-        title=Text(f"{bench.title}: test {bench.metric} in % on {bench.data}, and files in MB"),
+        title=Text(
+            f"{bench.title}: test {in_percent(bench.metric)} on {bench.data}, and files in MB"
+        ),
         caption="smaller: compact file against the plain safetensors file of the dense model",
     )
     table.add_column("model", no_wrap=True)
@@ -267,7 +280,9 @@ def latency_chart(bench: Bench) -> Chart | None:
         if point is not None:
             series[timing.engine].append(point)
     label = "latency in ms, the median over the rounds"
-    return cost_chart(series, views, label, f"test {bench.metric}, %")
+    return cost_chart(
+        series, views, label, axis_label(bench.metric), falls=less_is_better(bench.metric)
+    )
 
 
 def size_chart(bench: Bench) -> Chart | None:
@@ -280,7 +295,13 @@ def size_chart(bench: Bench) -> Chart | None:
         ]
         for name, key in SERIES.items()
     }
-    return cost_chart(series, ["file"], "size of the file in MB", f"test {bench.metric}, %")
+    return cost_chart(
+        series,
+        ["file"],
+        "size of the file in MB",
+        axis_label(bench.metric),
+        falls=less_is_better(bench.metric),
+    )
 
 
 def _latency_point(bench: Bench, timing: Timing) -> Point | None:
@@ -291,7 +312,7 @@ def _latency_point(bench: Bench, timing: Timing) -> Point | None:
     low, high = ms(timing.times.low), ms(timing.times.high)
     text = {
         "model": model.target,
-        bench.metric: f"{percent(model.accuracy)} %",
+        bench.metric: score_text(model.accuracy, bench.metric) + percent_sign(bench.metric),
         "latency": f"{ms(timing.times.median)} ms",
         "quartiles": f"{low} to {high} ms",
         f"{bench.unit}/s": rate(bench.per_second(timing) or 0),
@@ -299,7 +320,8 @@ def _latency_point(bench: Bench, timing: Timing) -> Point | None:
         **({"note": timing.note} if timing.note else {}),
     }
     settings = range(len(bench.settings))
-    y = [100 * model.accuracy if setting == timing.setting else None for setting in settings]
+    value = on_axis(model.accuracy, bench.metric)
+    y = [value if setting == timing.setting else None for setting in settings]
     return make_point(timing.times.median, y, text)
 
 
@@ -308,8 +330,8 @@ def _size_point(
 ) -> Point:
     text = {
         "model": model.target,
-        bench.metric: f"{percent(accuracy)} %",
+        bench.metric: score_text(accuracy, bench.metric) + percent_sign(bench.metric),
         series: f"{size(count)} MB",
         "smaller": times(bench.subjects[0].plain_bytes / count),
     }
-    return make_point(count / MEGA, [100 * accuracy], text)
+    return make_point(count / MEGA, [on_axis(accuracy, bench.metric)], text)

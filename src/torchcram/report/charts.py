@@ -49,7 +49,12 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def cost_chart(
-    series: Mapping[str, Sequence[Point]], views: Sequence[str], cost: str, value: str
+    series: Mapping[str, Sequence[Point]],
+    views: Sequence[str],
+    cost: str,
+    value: str,
+    *,
+    falls: bool = False,
 ) -> Chart | None:
     """Returns value against cost as separate points, with the Pareto front of every view.
 
@@ -58,6 +63,7 @@ def cost_chart(
         views: Names of the views.
         cost: Label of the horizontal axis.
         value: Label of the vertical axis.
+        falls: Whether less of the value is better.
 
     Returns:
         The chart, or None if there are no points.
@@ -68,7 +74,8 @@ def cost_chart(
     front, shown = [], []
     for view, name in enumerate(views):
         visible = [point for point in points if point["y"][view] is not None]
-        best = pareto([(point["x"], point["y"][view]) for point in visible])
+        sign = -1 if falls else 1
+        best = pareto([(point["x"], sign * point["y"][view]) for point in visible])
         front += [visible[index] for index in best]
         end = _ROOM * max((point["x"] for point in visible), default=1.0)
         axis = {"label": cost, "min": 0, "max": end, "least": 0}

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from torchcram.experiments.evaluation.results import Result, read_results
 from torchcram.experiments.io.files import slug, write_atomically
+from torchcram.experiments.metrics import less_is_better
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
 from torchcram.report import summary, transfer
-from torchcram.report.summary import percent, points
+from torchcram.report.summary import change_text, score_text
 
 NOT_RUN = "not run yet"
 TRANSFER = "transfer"  # first word of a section on transfers
@@ -125,8 +126,9 @@ def _cell(result: Result, target: str) -> str:
     if row is None:
         return ""
     # not the spread over calibration sets, which is none over seeds
-    accuracy = str(row.after) if len(result.seeds) > 1 else percent(row.after.mean)
-    return f"{accuracy} ({points(row.change.mean)})"
+    single = score_text(row.after.mean, result.metric)
+    accuracy = str(row.after) if len(result.seeds) > 1 else single
+    return f"{accuracy} ({change_text(row.change.mean, result.metric)})"
 
 
 def _further_cell(known: Mapping[str, Result], method: str, kind: str, target: str) -> str:
@@ -162,11 +164,16 @@ def _note(results: Sequence[Result]) -> str:
         return "Nothing of this has been run yet."
     data = ", ".join(dict.fromkeys(_escaped(result.data) for result in results))
     machines = dict.fromkeys(_escaped(seed.machine) for r in results for seed in r.seeds)
-    metric = " and ".join(dict.fromkeys(_escaped(result.metric) for result in results))
+    metrics = dict.fromkeys(result.metric for result in results)
+    ratios = all(map(less_is_better, metrics))
+    metric = " and ".join(map(_escaped, metrics))
+    change = (
+        "ratio to the same model dense" if ratios else "change from the same model dense, in points"
+    )
     after = " after batch-norm tuning" if any(map(summary.tuned, results)) else ""
     return (
-        f"Test {metric} in % on {data}{after}; in brackets the change from the "
-        "same model dense, in points. Mean ± standard deviation where there are several seeds. "
+        f"Test {metric}{'' if ratios else ' in %'} on {data}{after}; in brackets the "
+        f"{change}. Mean ± standard deviation where there are several seeds. "
         f"{summary.PASSES.capitalize()}. Min: minutes of one training, {', '.join(machines)}."
     )
 

@@ -8,12 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.evaluation.results import Result, TargetResult, mean
+from torchcram.experiments.metrics import less_is_better
 from torchcram.experiments.recipe.overrides import FINETUNE
 from torchcram.report import summary
-from torchcram.report.summary import NOTICEABLE, PASSES, percent, points
+from torchcram.report.summary import (
+    PASSES,
+    MeanStd,
+    change_text,
+    in_percent,
+    is_noticeable_loss,
+    score_text,
+)
 
 _BNT = "BNT: batch-norm statistics re-estimated; vs dense: BNT - dense"
 _CHANGE = "vs dense: change in points"
+_RATIO = "vs dense: ratio, less is better"
 
 
 def result_table(result: Result) -> Table:
@@ -27,9 +36,9 @@ def result_table(result: Result) -> Table:
             how = f"zeros of {target} held"
     # as Text, for which brackets are no markup
     table = Table(
-        title=Text(f"{name}: test {result.metric} in % on {result.data}, {how}"),
+        title=Text(f"{name}: test {in_percent(result.metric)} on {result.data}, {how}"),
         caption="sparsity in % of the compressible weights and of all parameters; "
-        + (_BNT if tuned else _CHANGE)
+        + (_BNT if tuned else _RATIO if less_is_better(result.metric) else _CHANGE)
         + (f"; ± over {over}" if over else "")
         + _length(result),
     )
@@ -52,9 +61,9 @@ def result_table(result: Result) -> Table:
             Text(operator),
             f"{100 * row.sparsity:.1f}",
             f"{100 * row.model_sparsity:.1f}",
-            *([percent(row.before.mean)] if tuned else []),
+            *([score_text(row.before.mean, result.metric)] if tuned else []),
             str(row.after),
-            _change(row.change.mean),
+            _change(row.change),
             *[_mean_of(name, [target.others for target in own]) for name in others],
             *[_seconds(own)] * timed,
         )
@@ -69,7 +78,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
     """
     first = results[0]
     table = Table(
-        title=Text(f"Test {first.metric} in % on {first.data}, compressed in one shot"),
+        title=Text(f"Test {in_percent(first.metric)} on {first.data}, compressed in one shot"),
         caption="BNT: batch-norm statistics re-estimated; change: BNT - dense, in points"
         + "".join(f"; {result.title}: {_words(result)}" for result in results if _words(result))
         + f"; {PASSES}",
@@ -88,7 +97,8 @@ def comparison_table(results: Sequence[Result]) -> Table:
             if row is None:
                 cells += ["", "", ""]
             else:
-                cells += [percent(row.before.mean), str(row.after), _change(row.change.mean)]
+                before = score_text(row.before.mean, row.before.metric)
+                cells += [before, str(row.after), _change(row.change)]
         table.add_row(Text(operator), *cells)
     return table
 
@@ -103,8 +113,9 @@ def _words(result: Result) -> str:
     return ", ".join(summary.cost_words(result))
 
 
-def _change(change: float) -> Text:
-    return Text(points(change), "bold red" if change < -NOTICEABLE else "")
+def _change(change: MeanStd) -> Text:
+    lost = is_noticeable_loss(change.mean, change.metric)
+    return Text(change_text(change.mean, change.metric), "bold red" if lost else "")
 
 
 def _seconds(targets: Sequence[TargetResult]) -> str:
@@ -116,4 +127,4 @@ def _seconds(targets: Sequence[TargetResult]) -> str:
 def _mean_of(name: str, measured: Sequence[Mapping[str, float] | None]) -> str:
     """Returns the mean of a further metric, where it was measured."""
     values = [metrics[name] for metrics in measured if metrics is not None and name in metrics]
-    return percent(mean(values)) if values else ""
+    return score_text(mean(values), name) if values else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torchcram.experiments.bench.record import Bench
 from torchcram.experiments.evaluation.results import Result
 from torchcram.experiments.io.dict_diff import flat
+from torchcram.experiments.metrics import less_is_better
 from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
 from torchcram.experiments.tasks import ACCURACY
 from torchcram.report import summary
 from torchcram.report.bench import sections
 from torchcram.report.charts import COLOURS, Chart, Point, make_point
 from torchcram.report.sources import Log
-from torchcram.report.summary import NOTICEABLE, MeanStd, TargetSummary, percent, points
+from torchcram.report.summary import (
+    MeanStd,
+    TargetSummary,
+    axis_label,
+    change_text,
+    in_percent,
+    is_noticeable_loss,
+    on_axis,
+    percent_sign,
+    score_text,
+    std_on_axis,
+)
 
 FLOOR = -10.0  # points; what lost more leaves the frame, so that small changes can be seen
 
@@ -99,6 +111,11 @@ class Group:
     def metric(self) -> str:
         """The metric that models are tested by."""
         return " or ".join(dict.fromkeys(run.result.metric for run in self.runs))
+
+    @property
+    def ratios(self) -> bool:
+        """Whether changes from dense are ratios, as those of perplexities are."""
+        return less_is_better(self.metric)
 
     @property
     def tuned(self) -> bool:
@@ -212,7 +229,7 @@ def runs_page(
         "charts": [*charts, *bench_charts],
         "logs": bool(logs),
         "benches": bench_sections,
-        "noticeable": NOTICEABLE,
+        "change_unit": _change_unit(groups),
         "repeated": [over for over in dict.fromkeys(map(summary.repeated, results)) if over],
     }
     environment = Environment(
@@ -223,8 +240,19 @@ def runs_page(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(percent=percent, points=points, duration=summary.duration)
+    environment.filters.update(
+        in_percent=in_percent, score=score_text, change=change_text, duration=summary.duration
+    )
+    environment.tests.update(noticeable_loss=is_noticeable_loss)
     return environment.get_template("runs.html.j2").render(values)
+
+
+def _change_unit(groups: Sequence[Group]) -> str:
+    """Returns the unit of changes from dense, in words."""
+    kinds = {group.ratios for group in groups}
+    if len(kinds) > 1:
+        return "in points, and for perplexities as a ratio"
+    return "as a ratio" if True in kinds else "in points"
 
 
 # Its charts
@@ -241,25 +269,31 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Metric:
-    """A value of the log: its name, its axis, the factor to its unit, and its format."""
+    """A value of the log: its name, its axis, its position there, and its format."""
 
     name: str
     axis: str
-    factor: float = 1
-    written: str = "{:.4f}"
+    position: Callable[[float], float] = float
+    written: Callable[[float], str] = "{:.4f}".format
 
 
 def _metrics(measured: str) -> dict[str, _Metric]:
     """Returns what is shown of records, by key; `measured` is the metric of the task."""
-    share = "{:.2f} %"
+
+    def position(value: float) -> float:
+        return on_axis(value, measured)
+
+    def written(value: float) -> str:
+        return score_text(value, measured) + percent_sign(measured)
+
     return {
-        "accuracy": _Metric(measured, f"test {measured}, %", 100, share),
+        "accuracy": _Metric(measured, axis_label(measured), position, written),
         "compressed_accuracy": _Metric(
-            f"compressed {measured}", f"test {measured} when compressed, %", 100, share
+            f"compressed {measured}", axis_label(measured, " when compressed"), position, written
         ),
         "loss": _Metric("loss", "training loss at the weights"),
         "compressed_loss": _Metric("compressed loss", "training loss at the compressed weights"),
-        "lr": _Metric("lr", "learning rate", written="{:.4g}"),
+        "lr": _Metric("lr", "learning rate", written="{:.4g}".format),
     }
 
 
@@ -271,11 +305,12 @@ def accuracy_chart(runs: Sequence[Run]) -> Chart:
     """
     metric = " or ".join(dict.fromkeys(run.result.metric for run in runs))
     after = " after BNT" if any(summary.tuned(run.result) for run in runs) else ""
+    unit, floor = ("ratio, log10", None) if less_is_better(metric) else ("points", FLOOR)
     return {
         "x": {"label": "weights set to zero in one shot, %", "min": 0, "max": 100, "least": 0},
         "views": [
-            {"name": metric, "label": f"test {metric}{after}, %", "floor": None},
-            {"name": "change from dense", "label": "change from dense, points", "floor": FLOOR},
+            {"name": metric, "label": axis_label(metric, after), "floor": None},
+            {"name": "change from dense", "label": f"change from dense, {unit}", "floor": floor},
         ],
         "series": [{"name": run.label, "style": run.style, "points": _points(run)} for run in runs],
     }
@@ -283,14 +318,15 @@ def accuracy_chart(runs: Sequence[Run]) -> Chart:
 
 def _points(run: Run) -> list[Point]:
     """Returns the model before compression and the pruned ones; the former may be sparse."""
-    shown = []
+    metric = run.result.metric
+    sign, shown = percent_sign(metric), []
     if run.trained_for is None or summary.on_the_axis(run.result, run.trained_for):
         shown.append(
             make_point(
                 100 * _sparsity(run),
-                [100 * run.dense.mean, 0],
-                {"operator": run.trained_for or "dense", run.result.metric: f"{run.dense} %"},
-                std=[100 * (run.dense.std or 0), 0],
+                [on_axis(run.dense.mean, metric), 0],
+                {"operator": run.trained_for or "dense", metric: f"{run.dense}{sign}"},
+                std=[std_on_axis(run.dense), 0],
             )
         )
     pruned = [
@@ -299,21 +335,21 @@ def _points(run: Run) -> list[Point]:
         if row.operator != run.trained_for and summary.on_the_axis(run.result, row.operator)
     ]
     for row in sorted(pruned, key=lambda row: row.sparsity):
-        measured = {run.result.metric: f"{row.after} %"}
+        measured = {metric: f"{row.after}{sign}"}
         if summary.tuned(run.result):
-            before = f"{percent(row.before.mean)} %"
-            measured = {"before BNT": before, "after BNT": f"{row.after} %"}
+            before = f"{score_text(row.before.mean, metric)}{sign}"
+            measured = {"before BNT": before, "after BNT": f"{row.after}{sign}"}
         text = {
             "operator": row.operator,
             **measured,
-            "change from dense": points(row.change.mean),
+            "change from dense": change_text(row.change.mean, metric),
         }
         shown.append(
             make_point(
                 100 * row.sparsity,
-                [100 * row.after.mean, 100 * row.change.mean],
+                [on_axis(value.mean, metric) for value in (row.after, row.change)],
                 text,
-                std=[100 * (row.after.std or 0), 100 * (row.change.std or 0)],
+                std=[std_on_axis(value) for value in (row.after, row.change)],
             )
         )
     return shown
@@ -336,7 +372,7 @@ def training_chart(curves: Sequence[Curve]) -> Chart:
     shown = {
         key: metric
         for key, metric in _metrics(measured).items()
-        if any(_number(record, key, metric) is not None for record in records)
+        if any(_number(record, key) is not None for record in records)
     }
     last = max((epoch for logged in by_epoch for epoch in logged), default=1)
     return {
@@ -378,22 +414,23 @@ def _by_epoch(curve: Curve) -> dict[int, Mapping[str, Any]]:
 
 
 def _epoch_point(epoch: int, record: Mapping[str, Any], shown: Mapping[str, _Metric]) -> Point:
-    values = {key: _number(record, key, metric) for key, metric in shown.items()}
+    values = {key: _number(record, key) for key in shown}
     named = _metrics(_measured(record))
     text = {"epoch": str(epoch)}
     for key, value in values.items():
         if value is not None:
-            text[named[key].name] = named[key].written.format(value)
-    return make_point(epoch, list(values.values()), text)
+            text[named[key].name] = named[key].written(value)
+    y = [None if value is None else named[key].position(value) for key, value in values.items()]
+    return make_point(epoch, y, text)
 
 
 def _measured(record: Mapping[str, Any]) -> str:
     return str(record.get("metric", ACCURACY))
 
 
-def _number(record: Mapping[str, Any], key: str, metric: _Metric) -> float | None:
-    """Returns a value in the unit of its axis; None where it is missing or not finite."""
+def _number(record: Mapping[str, Any], key: str) -> float | None:
+    """Returns a value; None where it is missing or not finite."""
     value = record.get(key)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
-    return metric.factor * value
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from torchcram.experiments.evaluation.results import (
     std,
 )
 from torchcram.experiments.io.dict_diff import flat
+from torchcram.experiments.metrics import change_from, less_is_better
 from torchcram.experiments.recipe import training_passes
 from torchcram.experiments.recipe.overrides import DENSE
+from torchcram.experiments.tasks import ACCURACY
 from torchcram.pruners import Obs, Pruner, SparseGPT, Wanda, parse_pruner
 
 PASSES = "passes: forward and backward over the training set"
@@ -27,13 +30,21 @@ _PRUNERS = (Obs, Wanda, SparseGPT)  # after the operators, each in the order of 
 
 @dataclass(frozen=True)
 class MeanStd:
-    """A mean and, where there is more than one value, their standard deviation."""
+    """A mean and, where there is more than one value, their standard deviation.
+
+    Attributes:
+        mean: Mean of the values.
+        std: Standard deviation of the values; None for a single one.
+        metric: Name of the metric that the values are of.
+    """
 
     mean: float
     std: float | None = None
+    metric: str = ACCURACY
 
     def __str__(self) -> str:
-        return percent(self.mean) + ("" if self.std is None else f" ± {percent(self.std)}")
+        deviation = "" if self.std is None else f" ± {score_text(self.std, self.metric)}"
+        return score_text(self.mean, self.metric) + deviation
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,8 @@ class TargetSummary:
         before: Accuracy as compressed.
         after: Accuracy after batch-norm tuning. Its spread is that of the seeds, and with one seed
             that of the calibration sets.
-        change: Difference of `after` from the accuracy of the same model dense.
+        change: Difference of `after` from the accuracy of the same model dense; of perplexities
+            the ratio.
     """
 
     operator: str
@@ -69,6 +81,56 @@ def points(change: float) -> str:
     return f"{rounded:+.{DIGITS}f}" if rounded else f"{0:.{DIGITS}f}"
 
 
+def score_text(value: float, metric: str) -> str:
+    """Formats a value of a metric: a fraction in percent, a perplexity as 18.42 or 76,752."""
+    if not less_is_better(metric):
+        return percent(value)
+    if value >= 1e6:
+        return f"{value:.2g}"
+    return f"{value:,.{DIGITS if value < 100 else 1 if value < 1000 else 0}f}"
+
+
+def change_text(change: float, metric: str) -> str:
+    """Formats a change from dense: percentage points as -1.23, a ratio as 1.05x."""
+    return f"{score_text(change, metric)}x" if less_is_better(metric) else points(change)
+
+
+def on_axis(value: float, metric: str) -> float:
+    """Returns a value or a change as charts show it: in percent, perplexities by log10."""
+    return math.log10(value) if less_is_better(metric) else 100 * value
+
+
+def std_on_axis(value: MeanStd) -> float:
+    """Returns a standard deviation as charts show it; see `on_axis`."""
+    if value.std is None:
+        return 0
+    if less_is_better(value.metric):
+        return value.std / value.mean / math.log(10)
+    return 100 * value.std
+
+
+def axis_label(metric: str, what: str = "") -> str:
+    """Returns the label of an axis with a metric: "test accuracy, %", "test perplexity, log10"."""
+    return f"test {metric}{what}, {'log10' if less_is_better(metric) else '%'}"
+
+
+def percent_sign(metric: str) -> str:
+    """Returns " %" for metrics that are shown in percent, and nothing for others."""
+    return "" if less_is_better(metric) else " %"
+
+
+def in_percent(metric: str) -> str:
+    """Returns the name of a metric with its unit: "accuracy in %", "perplexity"."""
+    return metric if less_is_better(metric) else f"{metric} in %"
+
+
+def is_noticeable_loss(change: float, metric: str) -> bool:
+    """Returns whether a change from dense is a loss that tables set in bold red."""
+    if less_is_better(metric):
+        return change > 1 + NOTICEABLE
+    return change < -NOTICEABLE
+
+
 def counted(count: int, thing: str) -> str:
     """Returns "1 epoch", "2 epochs"."""
     return f"{count} {thing}{'s' * (count != 1)}"
@@ -79,14 +141,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
 
 
-def spread(values: Sequence[float]) -> MeanStd:
+def spread(values: Sequence[float], metric: str = ACCURACY) -> MeanStd:
     """Returns the mean and the standard deviation."""
-    return MeanStd(mean(values), std(values))
+    return MeanStd(mean(values), std(values), metric)
 
 
 def dense(result: Result) -> MeanStd:
     """Returns the accuracy of the uncompressed models."""
-    return spread([seed.dense for seed in result.seeds])
+    return spread([seed.dense for seed in result.seeds], result.metric)
 
 
 def trained_for(result: Result) -> str | None:
@@ -124,7 +186,10 @@ def summaries(result: Result) -> dict[str, TargetSummary]:
     for seed in result.seeds:
         for target in seed.targets:
             measured.setdefault(target.operator, []).append((seed.dense, target))
-    return {operator: _summary(measured[operator]) for operator in sort_operators(measured)}
+    return {
+        operator: _summary(measured[operator], result.metric)
+        for operator in sort_operators(measured)
+    }
 
 
 def sort_operators(operators: Iterable[str]) -> list[str]:
@@ -287,18 +352,18 @@ def _distinct_names(
     return names
 
 
-def _summary(measured: Sequence[tuple[float, TargetResult]]) -> TargetSummary:
+def _summary(measured: Sequence[tuple[float, TargetResult]], metric: str) -> TargetSummary:
     targets = [target for _, target in measured]
-    after = spread([target.after for target in targets])
-    change = spread([target.after - dense for dense, target in measured])
+    after = spread([target.after for target in targets], metric)
+    change = spread([change_from(dense, t.after, metric) for dense, t in measured], metric)
     if len(targets) == 1:
-        after = MeanStd(after.mean, targets[0].after_std)
-        change = MeanStd(change.mean, targets[0].after_std)
+        after = MeanStd(after.mean, targets[0].after_std, metric)
+        change = MeanStd(change.mean, targets[0].after_std, metric)
     return TargetSummary(
         operator=targets[0].operator,
         sparsity=mean([target.sparsity for target in targets]),
         model_sparsity=mean([target.model_sparsity for target in targets]),
-        before=spread([target.before for target in targets]),
+        before=spread([target.before for target in targets], metric),
         after=after,
         change=change,
     )

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 from runs import one_thread
+from tiny_language import causal_folder, text_folder
 from tiny_texts import model_folder, squad_folder
 
 
@@ -25,3 +26,15 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with one_thread():
         yield
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory):
+    """The folder of a small Llama whose embeddings are its head."""
+    return causal_folder(tmp_path_factory.mktemp("models") / "decoder", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def paragraphs(tmp_path_factory):
+    """A folder with a few paragraphs of running text."""
+    return text_folder(tmp_path_factory.mktemp("paragraphs"))

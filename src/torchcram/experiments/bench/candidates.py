@@ -15,9 +15,11 @@ from torchcram.experiments.bench.record import DENSE
 from torchcram.experiments.evaluation.compressed_models import compressed_models, read_targets
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.io.cache import Report
+from torchcram.experiments.metrics import is_possible
 from torchcram.experiments.recipe import Recipe
 from torchcram.experiments.recipe.build import build_initial_model, target_weights
 from torchcram.experiments.results_store import RESULT, require_same_data
+from torchcram.experiments.tasks import ACCURACY
 from torchcram.experiments.training.trainer import Trained, load_trained
 from torchcram.pruners import parse_pruner
 
@@ -182,10 +184,10 @@ class FileSource:
         text = self.manifest.operator
         operator = None if text is None else parse_pruner(text)
         weights = target_weights(self.recipe, dense)
-        yield Candidate(DENSE, dense, None, weights, _fraction(metrics, "dense"))
+        yield Candidate(DENSE, dense, None, weights, _score(metrics, "dense"))
         weights = target_weights(self.recipe, small)
         name, size = text or self.path.name, self.path.stat().st_size
-        yield Candidate(name, small, operator, weights, _fraction(metrics, "after"), size)
+        yield Candidate(name, small, operator, weights, _score(metrics, "after"), size)
 
     def _model(self, data: Dataset) -> nn.Module:
         classes = len(data.classes)
@@ -220,6 +222,10 @@ def open_source(path: Path, targets: Sequence[str]) -> Source:
     return FileSource(path, Recipe.from_dict(recipe_in_file, str(path)), manifest)
 
 
-def _fraction(metrics: Any, key: str) -> float | None:  # noqa: ANN401
-    value = metrics.get(key) if isinstance(metrics, dict) else None
-    return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else None
+def _score(metrics: Any, key: str) -> float | None:  # noqa: ANN401
+    if not isinstance(metrics, dict):
+        return None
+    value, metric = metrics.get(key), str(metrics.get("metric", ACCURACY))
+    if not isinstance(value, (int, float)) or not is_possible(value, metric):
+        return None
+    return float(value)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torchcram.experiments.io import json_text
 from torchcram.experiments.io.dataclass_io import require
 from torchcram.experiments.io.files import write_atomically
+from torchcram.experiments.metrics import is_possible, less_is_better
 
 FILES = {"cpu": "bench.json", "cuda": "bench-cuda.json"}  # in the folder of a run, by device
 DENSE = "dense"
@@ -21,7 +22,7 @@ class ModelRecord:
     Attributes:
         target: Operator that it was compressed by, as text, or "dense".
         sparsity: Fraction of zeros in its compressible weights.
-        accuracy: Score on the test split by the metric of the task, from 0 to 1; None if unknown.
+        accuracy: Score on the test split by the metric of the task; None if unknown.
         plain_bytes: Size of a plain safetensors file.
         compact_bytes: Size of a compact file.
         onnx_bytes: Size of an ONNX file; None where there is none.
@@ -37,8 +38,6 @@ class ModelRecord:
     def __post_init__(self) -> None:
         require(bool(self.target.strip()), "target", self.target, "an operator as text, or dense")
         require(0 <= self.sparsity <= 1, "sparsity", self.sparsity, "from 0 to 1")
-        known = self.accuracy is not None
-        require(not known or 0 <= (self.accuracy or 0) <= 1, "accuracy", self.accuracy, "0 to 1")
         for key in ("plain_bytes", "compact_bytes"):
             require(getattr(self, key) > 0, key, getattr(self, key), "a positive number")
 
@@ -140,6 +139,10 @@ class Bench:
         targets = [model.target for model in self.subjects]
         require(targets[:1] == [DENSE], "subjects", targets, "the dense model first")
         require(len(set(targets)) == len(targets), "subjects", targets, "every target once")
+        for index, model in enumerate(self.subjects):
+            possible = model.accuracy is None or is_possible(model.accuracy, self.metric)
+            allowed = "1 or more" if less_is_better(self.metric) else "0 to 1"
+            require(possible, f"subjects[{index}].accuracy", model.accuracy, allowed)
         seen = set()
         for timing in self.timings:
             known = timing.target in targets and 0 <= timing.setting < len(self.settings)

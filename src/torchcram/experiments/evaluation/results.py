@@ -13,6 +13,7 @@ from torchcram.experiments.io import json_text
 from torchcram.experiments.io.dataclass_io import require
 from torchcram.experiments.io.dict_diff import differences
 from torchcram.experiments.io.files import write_atomically
+from torchcram.experiments.metrics import WORST_PERPLEXITY, is_possible, less_is_better
 from torchcram.experiments.tasks import ACCURACY
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class TargetResult:
         operator: Operator that it was compressed by, as text.
         sparsity: Fraction of zeros in its compressible weights.
         model_sparsity: Fraction of zeros in all its parameters.
-        before: Test accuracy, from 0 to 1, with the batch-norm statistics of training.
+        before: Test accuracy, or the metric of the task, before batch-norm tuning.
         after: Test accuracy after batch-norm tuning, the mean over the calibration sets.
         after_std: Standard deviation of `after` over the calibration sets, if there are several.
         trials: Number of calibration sets.
@@ -51,10 +52,10 @@ class TargetResult:
 
     def __post_init__(self) -> None:
         require(bool(self.operator.strip()), "operator", self.operator, "an operator as text")
-        for key in ("sparsity", "model_sparsity", "before", "after"):
+        for key in ("sparsity", "model_sparsity"):
             _require_fraction(key, getattr(self, key))
-        if self.after_std is not None:
-            _require_fraction("after_std", self.after_std)
+        deviation = self.after_std
+        require(deviation is None or deviation >= 0, "after_std", deviation, "at least 0")
         require(self.trials >= 1, "trials", self.trials, "at least 1")
         require((self.seconds or 0) >= 0, "seconds", self.seconds, "at least 0")
         require(self.samples is None or self.samples >= 1, "samples", self.samples, "at least 1")
@@ -93,8 +94,8 @@ class SeedResult:
 
     Attributes:
         seed: Seed of the training.
-        dense: Test accuracy of the model as trained, from 0 to 1: of the dense model, unless a
-            method or a transfer with masks trained a sparse one.
+        dense: Test accuracy of the model as trained, or the metric of the task: of the dense
+            model, unless a method or a transfer with masks trained a sparse one.
         seconds: Time that the training took.
         targets: Scores at every target; no operator appears twice.
         machine: Name of the machine that it ran on.
@@ -120,7 +121,6 @@ class SeedResult:
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")
-        _require_fraction("dense", self.dense)
         require(0 <= self.seconds <= 1e9, "seconds", self.seconds, "from 0 to 1e9")
         require(self.processes >= 1, "processes", self.processes, "at least 1")
         require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
@@ -140,7 +140,7 @@ class Result:
         data: Exact name of the dataset.
         recipe: Recipe as plain data.
         seeds: Scores of every seed, at least one, in ascending order of the seeds.
-        metric: Name of the metric that other fields call accuracy, from 0 to 1; more is better.
+        metric: Name of the metric that other fields call accuracy; see `experiments.metrics`.
     """
 
     task: str
@@ -159,6 +159,21 @@ class Result:
         require(bool(self.seeds), "seeds", self.seeds, "at least one")
         seeds = [result.seed for result in self.seeds]
         require(seeds == sorted(set(seeds)), "seeds", seeds, "every seed once, in order")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuses values that the metric cannot have."""
+        allowed = (
+            f"from 1 to {WORST_PERPLEXITY:g}" if less_is_better(self.metric) else "from 0 to 1"
+        )
+        for number, seed in enumerate(self.seeds):
+            values = {"dense": seed.dense}
+            for index, target in enumerate(seed.targets):
+                values[f"targets[{index}].before"] = target.before
+                values[f"targets[{index}].after"] = target.after
+            for key, value in values.items():
+                possible = is_possible(value, self.metric)
+                require(possible, f"seeds[{number}].{key}", value, allowed)
 
     @property
     def path(self) -> Path:

@@ -58,6 +58,15 @@ def build(kind: type[T], data: object, where: str) -> T:
         raise ValueError(f"{where}: {error}") from None
 
 
+def build_section(kind: type[T], data: object, key: str) -> T:
+    """Builds a dataclass as `build` does, out of the section `key` of a document.
+
+    Raises:
+        BadValue: If a key or a value is not allowed.
+    """
+    return cast(T, _section(kind, data, key))
+
+
 def plain(value: object) -> Any:  # noqa: ANN401
     """Returns a dataclass as mappings, lists and scalars, from which `build` makes it again."""
     if isinstance(value, dict):

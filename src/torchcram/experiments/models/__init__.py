@@ -1,4 +1,4 @@
-"""Image models, by name or by class; `models.text` has the language models."""
+"""Image models, by name or by class; `models.text` and `models.causal` have language models."""
 
 from torchcram.experiments.models.build import (
     TORCHVISION,

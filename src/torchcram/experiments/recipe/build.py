@@ -127,17 +127,19 @@ def build_optimizer(
 def cram_weights(recipe: Recipe, model: nn.Module) -> Weights:
     """Returns the weights that are compressed in training; in plain training, all that can be."""
     section = recipe.cram or recipe.method
+    default = recipe.build_task().compressed_by_default
     if section is None:
-        return compressible_weights(model)
+        return compressible_weights(model, only=default)
     return compressible_weights(
-        model, only=section.only, skip=section.skip, dense_ends=section.dense_ends
+        model, only=section.only or default, skip=section.skip, dense_ends=section.dense_ends
     )
 
 
 def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
     """Returns the weights that are compressed after training."""
     compress = recipe.compress
-    return compressible_weights(model, only=compress.only, dense_ends=compress.dense_ends)
+    only = compress.only or recipe.build_task().compressed_by_default
+    return compressible_weights(model, only=only, dense_ends=compress.dense_ends)
 
 
 def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:

@@ -20,6 +20,7 @@ from torchcram.experiments.tasks.base import (
     autocast,
 )
 from torchcram.experiments.tasks.images import ImageClassification
+from torchcram.experiments.tasks.language_modelling import LanguageModelling
 from torchcram.experiments.tasks.question_answering import QuestionAnswering
 from torchcram.experiments.tasks.sentence_classification import SentenceClassification
 from torchcram.experiments.tasks.tensors import TensorData, TensorSplit, TensorTask
@@ -34,6 +35,7 @@ __all__ = [
     "Batches",
     "Dataset",
     "ImageClassification",
+    "LanguageModelling",
     "QuestionAnswering",
     "Score",
     "SentenceClassification",
@@ -47,14 +49,14 @@ __all__ = [
     "register_task",
 ]
 
-IMAGES, TEXTS = "image-classification", "texts"
+IMAGES, TEXTS, LANGUAGE = "image-classification", "texts", "language-modelling"
 TASKS: Registry[Task] = Registry("task", "torchcram.tasks", (IMAGES, TEXTS))
 Kind = TypeVar("Kind", bound=type[Task])
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Section `task`: a task of another package, in place of images or texts.
+    """Section `task`: language modelling or a task of another package, in place of other tasks.
 
     Attributes:
         name: Name that the task is registered by.
@@ -94,6 +96,9 @@ def register_task(name: str) -> Callable[[Kind], Kind]:
     return register
 
 
+register_task(LANGUAGE)(LanguageModelling)
+
+
 def build_task(
     model: ModelConfig,
     data: DataConfig,
@@ -107,7 +112,7 @@ def build_task(
         model: Section `model`.
         data: Section `data`.
         text: Section `text`, of recipes about language.
-        task: Section `task`, of recipes with a task of another package.
+        task: Section `task`, of recipes about language modelling or a task of another package.
     """
     if task is not None:
         kind = TASKS.find(task.name)

@@ -69,8 +69,8 @@ class Score:
     """Result of a test.
 
     Attributes:
-        value: Value of the metric that counts, from 0 to 1; more is better.
-        metric: Name of that metric.
+        value: Value of the metric that counts: from 0 to 1, more is better; or a perplexity.
+        metric: Name of that metric; see `experiments.metrics`.
         others: Further metrics by name.
     """
 
@@ -108,6 +108,9 @@ class Task(ABC):
         unit: Plural of what a batch holds: "images".
         has_batchnorm: Whether batch-norm statistics are estimated anew after compression.
         is_transformers: Whether models are those of Transformers.
+        class_dim: Dimension of the outputs that the scores of one prediction are along.
+        compressed_by_default: Regular expression for the names of the weights that are compressed
+            where a recipe does not say `only`; None for all that can be.
     """
 
     model: ModelConfig
@@ -117,6 +120,8 @@ class Task(ABC):
     unit: ClassVar[str] = "samples"
     has_batchnorm: ClassVar[bool] = False
     is_transformers: ClassVar[bool] = False
+    class_dim: ClassVar[int] = 1
+    compressed_by_default: ClassVar[str | None] = None
 
     @property
     def metric(self) -> str:

@@ -91,6 +91,7 @@ def make_step(
     teacher: nn.Module | None = None,
     loss: Loss = cross_entropy,
     shares: Shares = WHOLE_BATCH,
+    class_dim: int = 1,
     compiled: bool = False,
 ) -> Step:
     """Returns a `GraphStep` where steps can be captured as CUDA graphs, else an `EagerStep`.
@@ -108,6 +109,7 @@ def make_step(
         teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
         loss: Loss of the task.
         shares: Shares of every batch that the passes at w and at w~ take.
+        class_dim: Dimension of the outputs that the scores of one prediction are along.
         compiled: Whether torch.compile fuses the passes before they are captured, which takes about
             a minute. Batches of several shapes are not compiled.
     """
@@ -127,11 +129,20 @@ def make_step(
                 teacher=teacher,
                 loss=loss,
                 shares=shares,
+                class_dim=class_dim,
                 compiled=compiled and batches.has_one_shape,
             )
         _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
     return EagerStep(
-        model, optimizer, batches, config, device, teacher=teacher, loss=loss, shares=shares
+        model,
+        optimizer,
+        batches,
+        config,
+        device,
+        teacher=teacher,
+        loss=loss,
+        shares=shares,
+        class_dim=class_dim,
     )
 
 
@@ -155,6 +166,7 @@ class GraphStep(EagerStep):
         teacher: Model to learn from, as `EagerStep` takes it.
         loss: Loss of the task.
         shares: Shares of every batch that the passes at w and at w~ take.
+        class_dim: Dimension of the outputs that the scores of one prediction are along.
         compiled: Whether torch.compile fuses the passes first.
     """
 
@@ -169,6 +181,7 @@ class GraphStep(EagerStep):
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
         shares: Shares = WHOLE_BATCH,
+        class_dim: int = 1,
         compiled: bool = False,
     ) -> None:
         super().__init__(
@@ -180,6 +193,7 @@ class GraphStep(EagerStep):
             teacher=teacher,
             loss=loss,
             shares=shares,
+            class_dim=class_dim,
         )
         if compiled:
             # what is compiled shares its parameters and buffers with the model

@@ -65,6 +65,7 @@ class MakeStep(Protocol):
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
         shares: Shares = WHOLE_BATCH,
+        class_dim: int = 1,
     ) -> Step:
         """Returns a `Step`; the arguments are those of `EagerStep`."""
 
@@ -81,6 +82,7 @@ class EagerStep:
         teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
         loss: Loss of the task: a function of outputs, labels and label smoothing.
         shares: Shares of every batch that the passes at w and at w~ take.
+        class_dim: Dimension of the outputs that the scores of one prediction are along.
     """
 
     def __init__(
@@ -94,8 +96,9 @@ class EagerStep:
         teacher: nn.Module | None = None,
         loss: Loss = cross_entropy,
         shares: Shares = WHOLE_BATCH,
+        class_dim: int = 1,
     ) -> None:
-        self._shares = shares
+        self._shares, self._class_dim = shares, class_dim
         self._loss = loss
         self._model: Callable[[Tensor], Tensor] = model
         self._optimizer = optimizer
@@ -131,6 +134,7 @@ class EagerStep:
             teacher=self._teacher,
             loss=self._loss,
             shares=self._shares,
+            class_dim=self._class_dim,
         )
         self._sums[0] += at_w
         self._sums[2] += 1
@@ -148,6 +152,7 @@ def train_on(
     teacher: nn.Module | None = None,
     loss: Loss = cross_entropy,
     shares: Shares = WHOLE_BATCH,
+    class_dim: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
     losses: list[Tensor] = []
@@ -162,7 +167,9 @@ def train_on(
         def closure() -> Tensor:
             optimizer.zero_grad()
             with autocast(inputs.device, config.precision):
-                value = loss_of(model(inputs), labels, config, teacher_scores, loss=loss)
+                value = loss_of(
+                    model(inputs), labels, config, teacher_scores, loss=loss, class_dim=class_dim
+                )
             value.backward()
             losses.append(value.detach())
             return losses[-1]
@@ -183,6 +190,7 @@ def loss_of(
     teacher_scores: Tensor | None = None,
     *,
     loss: Loss = cross_entropy,
+    class_dim: int = 1,
 ) -> Tensor:
     """Returns the loss of the task, mixed with that of distillation where there is a teacher.
 
@@ -192,28 +200,33 @@ def loss_of(
         config: Label smoothing and distillation.
         teacher_scores: Outputs of the teacher, if there is one.
         loss: Loss of the task.
+        class_dim: Dimension of the outputs that the scores of one prediction are along.
     """
     value = loss(scores, labels, config.label_smoothing)
     if config.distillation is None or teacher_scores is None:
         return value
     weight = config.distillation.weight
-    soft = distillation_loss(scores, teacher_scores, config.distillation.temperature)
+    temperature = config.distillation.temperature
+    soft = distillation_loss(scores, teacher_scores, temperature, class_dim=class_dim)
     return (1 - weight) * value + weight * soft
 
 
-def distillation_loss(scores: Tensor, teacher_scores: Tensor, temperature: float) -> Tensor:
+def distillation_loss(
+    scores: Tensor, teacher_scores: Tensor, temperature: float, *, class_dim: int = 1
+) -> Tensor:
     """Returns temperature^2 KL(teacher || model), the mean over a batch.
 
     The factor keeps the size of gradients independent of the temperature. Padding, where scores
     are -inf, is left out.
 
     Args:
-        scores: Scores of the model, (n, classes), or (n, t, 2) for first and last tokens, over
-            which the mean is taken.
+        scores: Scores of the model, (n, classes), (n, t, 2) for first and last tokens, or
+            (n, t, vocabulary) for next tokens; the mean is taken over all predictions.
         teacher_scores: Scores of the teacher, of the same shape.
         temperature: Temperature that the scores of both are divided by.
+        class_dim: Dimension that the scores of one prediction are along.
     """
-    log = (scores.float() / temperature).log_softmax(dim=1)
-    target = (teacher_scores.float() / temperature).log_softmax(dim=1)
+    log = (scores.float() / temperature).log_softmax(class_dim)
+    target = (teacher_scores.float() / temperature).log_softmax(class_dim)
     divergence = torch.where(target.isneginf(), 0, target.exp() * (target - log))
-    return temperature**2 * divergence.sum(dim=1).mean()
+    return temperature**2 * divergence.sum(class_dim).mean()

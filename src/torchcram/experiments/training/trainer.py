@@ -30,6 +30,7 @@ from torchcram.experiments.evaluation.compressed_models import (
 from torchcram.experiments.io.files import locked
 from torchcram.experiments.io.weights import digest, load_model_, save_model
 from torchcram.experiments.machine import machine_name, versions
+from torchcram.experiments.metrics import best_index
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.recipe.build import (
     build_batches,
@@ -433,6 +434,7 @@ class _Epochs:
             device,
             loss=task.loss,
             shares=_shares(recipe, ranks.shard.rows(batch_size)),
+            class_dim=task.class_dim,
         )
         operators = _operators(recipe)
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
@@ -620,7 +622,7 @@ class _EarlyStopping(_StopPolicy):
 
     def is_over(self, done: int) -> bool:
         """Whether all rounds are done, or `patience` rounds brought no improvement."""
-        return done >= self._epochs or done - _best(self._values) >= self._patience
+        return done >= self._epochs or done - self._best_round() >= self._patience
 
     def note(self, record: EpochRecord) -> None:
         """Saves the model if it is the best so far."""
@@ -629,15 +631,20 @@ class _EarlyStopping(_StopPolicy):
             raise ValueError(f"round {record.epoch} was not tested")
         self._values.append(record.accuracy)
         trainer = self._trainer
-        if trainer.ranks.is_first and _best(self._values) == record.epoch:
+        if trainer.ranks.is_first and self._best_round() == record.epoch:
             save_model(trainer.model, trainer.folder / BEST.format(record.epoch))
 
     def note_checkpoint(self) -> None:
         """Removes saved models that are no longer the best."""
         if self._trainer.ranks.is_first:
             # the best one at the checkpoint before stays: training may resume from there
-            kept = {_best(self._values), _best(self._values[:-1])}
+            kept = {self._best_round(), self._best_round(but_last=True)}
             _remove_all_but(self._trainer.folder, kept)
+
+    def _best_round(self, *, but_last: bool = False) -> int:
+        """Returns the number of the best round, the first of several; 0 before the first."""
+        values = self._values[:-1] if but_last else self._values
+        return best_index(values, self._trainer.recipe.metric) + 1 if values else 0
 
     def stopped_after(self, done: int) -> float:
         """Returns the number of epochs that `done` rounds are."""
@@ -646,7 +653,7 @@ class _EarlyStopping(_StopPolicy):
     def finish(self, epochs: _Epochs) -> Score:  # noqa: ARG002
         """Loads the best model; returns its score on the test split."""
         trainer = self._trainer
-        path = trainer.folder / BEST.format(_best(self._values))
+        path = trainer.folder / BEST.format(self._best_round())
         if trainer.ranks.is_first:
             load_model_(trainer.model, path)
         if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
@@ -716,11 +723,6 @@ def _operators(recipe: Recipe) -> tuple[str, ...]:
     if recipe.method is not None:
         return (recipe.method.target,)
     return recipe.cram.operators if recipe.cram is not None else ()
-
-
-def _best(values: list[float]) -> int:
-    """Returns the number of the best round, the first of several; 0 before the first."""
-    return values.index(max(values)) + 1 if values else 0
 
 
 def _in_rounds(recipe: Recipe, tests: int) -> Recipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import lzma
 import tarfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -88,7 +89,12 @@ def read(location: Location, task: str) -> tuple[Split, Split]:
     Raises:
         ValueError: If a file is missing, several match, or the archive is damaged.
     """
-    files = _in_archive(location, task) if location.inside else _in_folder(location.source, task)
+    suffix = Path(_pattern(task, "x")).suffix
+    files = (
+        read_archive(location, (suffix,))
+        if location.inside
+        else _in_folder(location.source, suffix)
+    )
     splits = []
     for split in SPLITS:
         pattern = _pattern(task, split)
@@ -115,20 +121,23 @@ def _has_train(folder: Path, task: str) -> bool:
     return folder.is_dir() and any(folder.glob(_pattern(task, "train")))
 
 
-def _in_folder(folder: Path, task: str) -> dict[str, bytes]:
-    suffix = Path(_pattern(task, "x")).suffix
+def _in_folder(folder: Path, suffix: str) -> dict[str, bytes]:
     return {path.name: b"" for path in folder.glob(f"*{suffix}") if path.is_file()}
 
 
-def _in_archive(location: Location, task: str) -> dict[str, bytes]:
-    suffix = Path(_pattern(task, "x")).suffix
+def read_archive(location: Location, suffixes: Collection[str]) -> dict[str, bytes]:
+    """Reads the files of a folder in an archive that end with one of some suffixes, by name.
+
+    Raises:
+        ValueError: If the archive is damaged.
+    """
     files: dict[str, bytes] = {}
     try:
         # tarfile's own decompression takes a truncated file for a complete one
         with lzma.open(location.source) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
                 path = PurePosixPath(member.name)
-                if str(path.parent) != location.inside or path.suffix != suffix:
+                if str(path.parent) != location.inside or path.suffix not in suffixes:
                     continue
                 content = tar.extractfile(member) if member.isfile() else None
                 if content is not None:
