@@ -104,6 +104,7 @@ def test_ranks_under_ddp_do_what_one_process_does():
     assert run_ranks(2, _ddp) == 2
 
 
+@pytest.mark.slow
 def test_methods_on_shards_are_those_of_one_process():
     assert run_ranks(2, _like_one_process) == 2
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("_here")
 TSV = "sentence\tlabel\nthe old river\t1\nking of the north city\t0\na castle\t1\n"
 
 
-@pytest.mark.parametrize("task", ["squad", "sst2"])
+@pytest.mark.parametrize("task", ["squad", pytest.param("sst2", marks=pytest.mark.slow)])
 def test_texts_are_real_ones_of_middle_length(task, tiny, tmp_path):
     pytest.importorskip("onnxruntime")
     folder = tmp_path / "data"
