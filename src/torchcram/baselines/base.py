@@ -238,23 +238,11 @@ class Baseline(Wrapper):
         self._require_unfinished()
         with torch.no_grad():
             self._begin()
-        if not self.moves:
+        if self.moves:
+            with self._at(self.move_):
+                yield True
+        else:
             yield True
-            self._ready = True
-            return
-        try:
-            self._at_point = True
-            self._undo.push(self._drop_copies)  # made of w~
-            self._backup.save(self.weights.values())
-            self._undo.push(self._backup.restore)
-            with torch.no_grad():
-                self.move_()
-            self._drop_copies()  # made of w
-            yield True
-        except BaseException:
-            self.restore()
-            raise
-        self.restore()
         self._ready = True
 
     @contextmanager
@@ -267,18 +255,23 @@ class Baseline(Wrapper):
         if self.finished or not self.moves:
             yield
             return
-        weights = local_weights(self.weights)
-        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        with self._at(self.test_point_):
+            yield
+
+    @contextmanager
+    def _at(self, move_: Callable[[], None]) -> Iterator[None]:
+        """Moves the weights for a `with` block; whatever happens inside, w comes back."""
         try:
+            self._at_point = True
+            self._undo.push(self._drop_copies)  # made of w~
+            self._backup.save(self.weights.values())
+            self._undo.push(self._backup.restore)
             with torch.no_grad():
-                self.test_point_()
-            self._drop_copies()
+                move_()
+            self._drop_copies()  # made of w
             yield
         finally:
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.copy_(before[name])
-            self._drop_copies()
+            self.restore()
 
     def test_point_(self) -> None:
         """Moves w to the point that the model is tested at: w~, unless that is a random one."""

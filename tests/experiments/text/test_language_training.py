@@ -338,6 +338,7 @@ def test_further_texts_are_scored_beside_the_first(decoder):
         ("task.args.lenght=9", "task.args.lenght is no known key (did you mean 'length'?)"),
         ("task.args.also_test=[wiki-paragraphs]", "task.args.also_test is ['wiki-paragraphs']"),
         ("data.augment=shift", "data.augment is 'shift'; allowed: none"),
+        ("data.color=true", "data.color is True; allowed: false"),
         (
             "model={name: resnet20, pretrained: false}",
             "model.name is 'resnet20'; allowed: a language model",

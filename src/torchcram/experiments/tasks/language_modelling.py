@@ -28,6 +28,7 @@ from torchcram.experiments.models.causal import CausalModel, build_causal_model
 from torchcram.experiments.models.text import ALLOWED, is_text_model, load_tokenizer, quiet
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import ACCURACY, FinetuneDefaults, Score, Task, autocast
+from torchcram.experiments.tasks.text import require_no_image_settings
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ class LanguageModelling(Task):
     def check_recipe(self) -> None:
         """Raises `BadValue` for settings that are not allowed, and for those of images."""
         config, data, model = self.config, self.data, self.model.name
-        require(data.augment == "none", "data.augment", data.augment, "none")
-        require(data.image_size is None, "data.image_size", data.image_size, "null")
+        require_no_image_settings(data)
         allowed = f"a language model: {', '.join(ALLOWED)}"
         require(is_text_model(model), "model.name", model, allowed)
         own = data.name in config.also_test

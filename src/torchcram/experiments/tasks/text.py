@@ -13,7 +13,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.functional import pad
 
-from torchcram.experiments.data.config import TextConfig
+from torchcram.experiments.data.config import DataConfig, TextConfig
 from torchcram.experiments.data.text.batches import TextBatches, padding
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
@@ -111,10 +111,7 @@ class TextTask(Task):
 
     def check_recipe(self) -> None:
         """Raises `BadValue` for settings of images."""
-        data = self.data
-        require(data.augment == "none", "data.augment", data.augment, "none")
-        require(data.image_size is None, "data.image_size", data.image_size, "null")
-        require(not data.color, "data.color", data.color, "false")
+        require_no_image_settings(self.data)
 
     def hold_out(self, data: TextSet, fraction: float = 0.1, seed: int = 0) -> TextSet:
         """Returns the dataset with whole paragraphs of the training split to test on."""
@@ -159,6 +156,13 @@ class TextTask(Task):
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""
         return [{2: torch.export.Dim("tokens", max=self.text.length)}]
+
+
+def require_no_image_settings(data: DataConfig) -> None:
+    """Raises `BadValue` for settings of the section `data` that are about images."""
+    require(data.augment == "none", "data.augment", data.augment, "none")
+    require(data.image_size is None, "data.image_size", data.image_size, "null")
+    require(not data.color, "data.color", data.color, "false")
 
 
 def outputs_of(

@@ -42,7 +42,7 @@ def require_state(
     """
     parts = _mapping(state, "state", ("model", "optimizer", "random"))
     _require_tensors(parts["model"], model.state_dict())
-    required = [key for key in ("state", "cram", "baseline") if key in optimizer.state_dict()]
+    required = [key for key in optimizer.state_dict() if key != "param_groups"]
     states = _mapping(parts["optimizer"], "state of the optimizer", required)
     _require_moments(_mapping(states["state"], "state of the optimizer"), optimizer)
     random = _mapping(parts["random"], "state of random generators", ("cpu",))
