@@ -14,11 +14,13 @@ from torchcram.cli.errors import errors_in_a_line, stoppable, usage
 from torchcram.cli.options import (
     DATA,
     RUNS,
+    Compile,
     DataFolder,
     DeviceName,
     Download,
     Eager,
     Epochs,
+    EvalInterval,
     Sets,
     check_epochs,
     check_sets,
@@ -57,6 +59,8 @@ def sweep(
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     eager: Eager = False,
+    compiled: Compile = False,
+    eval_interval: EvalInterval = 1,
     download: Download = False,
 ) -> None:
     """Try settings on nine tenths of the training set; show which are best when compressed.
@@ -98,7 +102,8 @@ def sweep(
                 device=where,
                 seed=seed,
                 score=score or (),
-                make_step=step_maker(eager),
+                make_step=step_maker(eager, compiled),
+                eval_interval=eval_interval,
                 progress=watch.training,
             )
         wide, narrow = (

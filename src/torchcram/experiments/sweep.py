@@ -86,6 +86,7 @@ def sweep(
     seed: int,
     score: Sequence[str] = (),
     make_step: MakeStep = EagerStep,
+    eval_interval: int = 1,
     progress: Callable[[str], Progress] | None = None,
 ) -> list[Point]:
     """Trains with every recipe on nine tenths of the training split, and scores on the rest.
@@ -101,6 +102,7 @@ def sweep(
         seed: Seed of every training.
         score: Operators to score on, as text; by default the targets of the recipe.
         make_step: Function that makes the `Step`: eager, or as CUDA graphs.
+        eval_interval: Number of epochs between two tests on the held-out part.
         progress: Function that takes the settings of a point and returns its progress function.
 
     Returns:
@@ -125,6 +127,7 @@ def sweep(
                 seed=seed,
                 device=device,
                 make_step=make_step,
+                eval_interval=eval_interval,
                 progress=None if progress is None else progress(" ".join(overrides)),
             )
         except FloatingPointError as error:
