@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Scores for the next token, (batch, vocabulary, tokens)."""
+    """Scores for the next token, (batch, tokens, vocabulary)."""
 
     def __init__(self, width: int, depth: int, *, heads: int, vocabulary: int) -> None:
         super().__init__()
@@ -45,4 +45,4 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
-        return scores.transpose(1, 2)
+        return scores

@@ -61,7 +61,8 @@ class Run:
     def closure(self) -> Tensor:
         """The loss of the batch, with gradients."""
         self.optimizer.zero_grad()
-        loss = cross_entropy(self.model(self.tokens[:, :-1]), self.tokens[:, 1:])
+        scores = self.model(self.tokens[:, :-1])
+        loss = cross_entropy(scores.flatten(0, 1), self.tokens[:, 1:].flatten())
         loss.backward()
         return loss.detach()
 
