@@ -15,7 +15,6 @@ from torchcram.selection import (
     keep_largest_,
     keep_largest_each,
 )
-from torchcram.weights import fused_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 KINDS = ["distinct", "tied", "constant", "zeros", "wild"]
@@ -217,7 +216,6 @@ def test_all_but_the_largest_are_zeroed_by_the_kernel(monkeypatch, strided):
 
     monkeypatch.setattr(selection, "_kernel_for", lambda _: select)
     monkeypatch.setattr(selection, "cuda_kernels", lambda: cuda)
-    monkeypatch.setattr(selection, "fused_kernels", lambda: cuda)
     tensors = [make("tied", (40, 7), torch.float32, seed) for seed in (0, 1)]
     pruned = [t.clone() for t in tensors]
     if strided:  # the kernel selects from a copy, which it must not zero instead
@@ -231,10 +229,3 @@ def test_all_but_the_largest_are_zeroed_by_the_kernel(monkeypatch, strided):
     assert calls == ([{}] if strided else [{"zero": True}])
     with pytest.raises(ValueError, match="cannot keep 1000 of 560 values"):
         keep_largest_(pruned, 1000)
-
-
-def test_kernels_for_several_things_at_once_are_enabled_by_the_environment(monkeypatch):
-    monkeypatch.setattr("torchcram.weights.cuda_kernels", lambda: "kernels")
-    assert fused_kernels() is None
-    monkeypatch.setenv("TORCHCRAM_FUSED_STEP", "1")
-    assert fused_kernels() == "kernels"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchcram.layers import Weights, part_here
-from torchcram.weights import cuda_kernels, fused_kernels, zero_unmasked_
+from torchcram.weights import cuda_kernels, zero_unmasked_
 
 WIDTH, NARROW = 11, 8  # bits per level: few levels, or few counts to send to other ranks
 SAMPLE = 1 << 16  # keys from which the k-th key is estimated
@@ -79,7 +79,7 @@ def keep_largest_(tensors: Sequence[Tensor], keep: int) -> list[Tensor]:
         tensors: Tensors, as for `keep_largest`, that are not sharded.
         keep: Number of values to keep, between none and all.
     """
-    select = None if fused_kernels() is None else _kernel_for(tensors)
+    select = _kernel_for(tensors)
     if select is None or not all(map(_has_layout, tensors)):
         masks = keep_largest(tensors, keep)
         zero_unmasked_(tensors, masks)

@@ -6,7 +6,6 @@ Layers of Transformers are recognised without importing it.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,6 @@ __all__ = [
     "apply_masks_",
     "compressible_weights",
     "cuda_kernels",
-    "fused_kernels",
     "layer_weights",
     "mask_gradients_",
     "masks_of",
@@ -349,12 +347,3 @@ def cuda_kernels() -> ModuleType | None:
     except ImportError:  # a build of torch without Triton: everything works, slower
         return None
     return cuda
-
-
-def fused_kernels() -> ModuleType | None:
-    """Returns the module of CUDA kernels if those that do several things at once are enabled.
-
-    They zero weights while selecting them, and combine gradients in one pass. The environment
-    variable TORCHCRAM_FUSED_STEP=1 enables them until they have been timed on a GPU.
-    """
-    return cuda_kernels() if os.environ.get("TORCHCRAM_FUSED_STEP") == "1" else None

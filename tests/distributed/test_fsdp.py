@@ -75,8 +75,7 @@ def _options(rank):
     kept = {"reshard_after_forward": False}
     _like_one_process(rank, "normalize", normalize=True)
     _like_one_process(rank, "bounded", max_ascent_norm=0.02, rho=1.0)
-    _like_one_process(rank, "relative ascent", rho=None)
-    _like_one_process(rank, "relative ascent of some", rho=None, prepare=_freeze)
+    _like_one_process(rank, "no ascent", rho=None)
     _like_one_process(rank, "interval", mask_interval=2, base_step_probability=0.3)
     _like_one_process(rank, "frozen", prepare=_freeze)
     _like_one_process(rank, "kept after forward", fsdp=kept, rule=C_SAM)
@@ -272,7 +271,7 @@ def _whole_beside_sharded(rank):
 def _four(rank):
     _like_one_process(rank, "four", rule=CRAM_PLUS)
     _like_one_process(rank, "four, normalized", rule=SAM, base=AdamW)
-    _like_one_process(rank, "four, relative ascent", rho=None, mesh=replicated_shards())
+    _like_one_process(rank, "four, no ascent", rho=None, mesh=replicated_shards())
     for rule in (C_SAM, CRAM_PLUS):
         mesh = replicated_shards()
         _like_one_process(rank, f"replicas {rule.name}", mesh=mesh, rule=rule, mask_interval=2)

@@ -41,7 +41,7 @@ def calls(monkeypatch):
         can_add_scaled=can_combine,
         add_scaled_=add_scaled_,
     )
-    monkeypatch.setattr(gradients, "fused_kernels", lambda: kernels)
+    monkeypatch.setattr(gradients, "cuda_kernels", lambda: kernels)
     return counts
 
 
@@ -84,7 +84,7 @@ def test_the_steps_are_the_same(rule, calls):
     assert len(calls) == 3
     assert {masks for _, masks in calls} == ({3} if rule is CRAM_PLUS else {0})
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(gradients, "fused_kernels", lambda: None)
+        plain.setattr(gradients, "cuda_kernels", lambda: None)
         assert_equal(ours, steps(rule))
 
 
@@ -100,7 +100,7 @@ def test_parameters_without_one_of_the_gradients_are_left_to_torch(change, calls
     ours = steps(change=change)
     assert not calls
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(gradients, "fused_kernels", lambda: None)
+        plain.setattr(gradients, "cuda_kernels", lambda: None)
         assert_equal(ours, steps(change=change))
 
 
@@ -108,7 +108,7 @@ def test_an_ascent_by_a_factor_on_the_device(calls):
     ours = steps(SAM)
     assert len(calls) == 3
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(gradients, "fused_kernels", lambda: None)
+        plain.setattr(gradients, "cuda_kernels", lambda: None)
         assert_equal(ours, steps(SAM))
 
 

@@ -105,15 +105,12 @@ def times(mask, g):
     )
 
 
-def ascend(w, g, normalize):
-    if normalize == "relatively":
-        parts = {n: 0.005 * w[n].norm() / g[n].norm() if g[n].any() else 0.0 for n in w}
-        return {n: w[n] + parts[n] * g[n] for n in w}
+def ascend(w, g, normalize, rho):
     length = torch.sqrt(sum((x**2).sum() for x in g.values())) if normalize else 1.0
-    return {n: w[n] + RHO * g[n] / length for n in w}
+    return {n: w[n] + rho * g[n] / length for n in w}
 
 
-def oracle(rule, model, operator, batch, *, sparse, normalize):
+def oracle(rule, model, operator, batch, *, sparse, normalize, rho=RHO):
     w = {name: p.detach().clone() for name, p in model.named_parameters()}
     g = gradient(model, w, batch)
 
@@ -121,15 +118,15 @@ def oracle(rule, model, operator, batch, *, sparse, normalize):
         return mask if sparse else None
 
     if rule == "SAM":
-        return gradient(model, ascend(w, g, normalize), batch)
+        return gradient(model, ascend(w, g, normalize, rho), batch)
     if rule in ("Top-K", "Top-K+"):
         point, mask = compress(operator, w)
     elif rule == "C-SAM":
         first, mask = compress(operator, w)
         h = times(keep(mask), gradient(model, first, batch))
-        point, mask = compress(operator, ascend(w, h, normalize))
+        point, mask = compress(operator, ascend(w, h, normalize, rho))
     else:
-        point, mask = compress(operator, ascend(w, g, normalize))
+        point, mask = compress(operator, ascend(w, g, normalize, rho))
     found = gradient(model, point, batch)
     if rule != "Top-K":
         found = times(keep(mask), found)
@@ -162,9 +159,11 @@ def test_the_gradient_is_that_of_the_table(rule, operator, sparse, normalize):
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_without_rho_the_ascent_is_relative_to_every_parameter(rule, operator):
+def test_without_rho_only_sam_and_c_sam_ascend(rule, operator):
     model, batch = ConvNet().double(), images(dtype=torch.float64)
-    expected = oracle(rule.name, model, operator, batch, sparse=True, normalize="relatively")
+    ascends = rule.name in ("SAM", "C-SAM")
+    rho = 0.05 if ascends else 0.0
+    expected = oracle(rule.name, model, operator, batch, sparse=True, normalize=ascends, rho=rho)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     base = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer = CrAM(model, base, operator, rho=None, rule=rule)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torchcram.optim.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.amp import GradScaler
 
@@ -61,21 +61,18 @@ def check_arguments(
 
 
 def check_ascent(
-    norm: float | None, rule: UpdateRule, rho: float | None, *, normalize: bool
+    norm: float | None, rule: UpdateRule, *, normalize: bool, rhos: Iterable[float]
 ) -> None:
     """Raises ValueError unless `max_ascent_norm` is positive and has an effect."""
     if norm is None:
         return
     if not isinstance(norm, (int, float)) or not norm > 0:
         raise ValueError(f"max_ascent_norm={norm!r} is neither None nor positive")
-    if rho is None:
-        raise ValueError(
-            f"max_ascent_norm={norm!r} has no effect with rho=None, whose ascent has the length "
-            "of the weights"
-        )
     if normalize or not any(pass_.ascend for pass_ in rule.passes):
         reason = "ascends along g/|g|, of length 1" if normalize else "does not ascend"
         raise ValueError(f"max_ascent_norm={norm!r} has no effect: {rule.name} {reason}")
+    if not any(rhos):
+        raise ValueError(f"max_ascent_norm={norm!r} has no effect: rho is 0, so nothing ascends")
 
 
 def check_rule(rule: object) -> None:

@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-RELATIVE_ASCENT = 0.005
-"""Length r of the ascent of a parameter relative to its own length, where there is no rho."""
-
-
 class CrAM(Wrapper):
     """Steps `base` with g~ = M * grad L(C(w + rho g)) + g; `rule` selects other formulas for g~.
 
@@ -67,11 +63,11 @@ class CrAM(Wrapper):
             schedulers to this wrapper, not to `base`.
         operators: Operator, its text such as "global:0.9", or a sequence of either, from which
             every step draws one uniformly ("-Multi"). SAM needs none.
-        rho: Factor of the ascent w + rho g, and its length where g is normalized. None moves every
-            parameter by 0.5 % of its own length, along its gradient, so that there is nothing to
-            tune: neither the scale of the loss nor that of the weights matters. A parameter group
-            of `base` with its own "rho" overrides it, unless that is an option of `base` itself, as
-            in Adadelta.
+        rho: Factor of the ascent w + rho g, and its length where g is normalized. None takes that
+            of the rule: 0.05 for SAM and C-SAM, and otherwise 0, which is no ascent and needs no
+            tuning. The paper uses 0.05 to 0.15 for SGD and 0.005 for Adam. A parameter group of
+            `base` with its own "rho" overrides it, unless that is an option of `base` itself, as in
+            Adadelta.
         rule: Update rule: `SAM`, `CRAM`, `CRAM_PLUS`, `C_SAM`, `TOPK` or `TOPK_PLUS`.
         sparse_gradients: Whether to multiply gradients by M where the rule does; False never does.
         normalize: Whether to ascend along g/|g|; None leaves it to the rule.
@@ -98,7 +94,7 @@ class CrAM(Wrapper):
         base: Optimizer,
         operators: Operator | str | Sequence[Operator | str] | None,
         *,
-        rho: float | None = 0.05,
+        rho: float | None = None,
         rule: UpdateRule = CRAM_PLUS,
         sparse_gradients: bool = True,
         normalize: bool | None = None,
@@ -119,11 +115,12 @@ class CrAM(Wrapper):
         super().__init__(base)
         self.model = model
         self.weights = self._select_weights(weights) if rule.compresses else LayerWeights({})
-        self.rho = rho
+        self.rho = rule.rho if rho is None else rho
         self.rule = rule
         self.sparse_gradients = sparse_gradients
         self.normalize = rule.normalize if normalize is None else normalize
-        check_ascent(max_ascent_norm, rule, rho, normalize=self.normalize)
+        rhos = map(self._rho_of, self.param_groups)
+        check_ascent(max_ascent_norm, rule, normalize=self.normalize, rhos=rhos)
         self.max_ascent_norm = max_ascent_norm
         self.base_step_probability = base_step_probability
         self.replay_randomness = replay_randomness
@@ -207,7 +204,7 @@ class CrAM(Wrapper):
             self._undo.push(self._drop_copies)  # made of w~
             self._backup.save(self._moved_by(pass_))  # w
             self._undo.push(self._backup.restore)
-            if pass_.ascend:
+            if self._ascends(pass_):
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if pass_.compress:
                 masks = self._compress_()  # C(w + rho g)
@@ -234,16 +231,12 @@ class CrAM(Wrapper):
 
     def _moved_by(self, pass_: Pass) -> list[Tensor]:
         """Returns the parameters that a pass changes."""
-        ascending = self._parameters() if pass_.ascend else []
+        ascending = self._parameters() if self._ascends(pass_) else []
         compressed = self.weights.values() if pass_.compress else ()
         return list({id(p): p for p in (*ascending, *compressed)}.values())
 
     def _ascend_(self, by_group: list[Gradients], scaler: GradScaler | None) -> None:
-        """Moves w to w + rho g; a loss scale in g is divided out.
-
-        Where the rule normalizes, to w + rho g/|g|; without rho, every parameter p to
-        p + r |p| g_p/|g_p|.
-        """
+        """Moves w to w + rho g, or w + rho g/|g|; a loss scale in g is divided out."""
         g = [pair for group in by_group for pair in group]
         unit: float | Tensor = 1.0
         if self.normalize:
@@ -255,8 +248,7 @@ class CrAM(Wrapper):
             unit = unit * gradients.clipping(norm, self.max_ascent_norm)
         for group, pairs in zip(self.param_groups, by_group, strict=True):
             rho = self._rho_of(group)
-            if rho is None:
-                gradients.ascend_relatively_(pairs, RELATIVE_ASCENT, self._shard_context)
+            if rho == 0:
                 continue
             w = self._shard_context.local([parameter for parameter, _ in pairs])
             direction = self._shard_context.local([gradient for _, gradient in pairs])
@@ -417,9 +409,13 @@ class CrAM(Wrapper):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _rho_of(self, group: dict[str, Any]) -> float | None:
+    def _rho_of(self, group: dict[str, Any]) -> float:
         rho = self.rho if "rho" in self.base.defaults else group.get("rho", self.rho)
-        return None if rho is None else float(rho)
+        return float(rho)
+
+    def _ascends(self, pass_: Pass) -> bool:
+        """Returns whether a pass moves along the gradient: rho = 0 leaves the weights at w."""
+        return pass_.ascend and any(self._rho_of(group) > 0 for group in self.param_groups)
 
     def _weight_names(self) -> list[str]:
         return [plain_name(self.model, name) for name in self.weights]

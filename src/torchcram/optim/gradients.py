@@ -12,7 +12,7 @@ import torch
 
 from torchcram.messages import list_names
 from torchcram.sharding import norm
-from torchcram.weights import fused_kernels, mask_gradients_
+from torchcram.weights import cuda_kernels, mask_gradients_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,7 +95,7 @@ def _add_to_masked_at_once(
     g: Gradients, parameters: Iterable[Tensor], weights: Weights, masks: Masks
 ) -> Tensor | None:
     """Does the same with a kernel of CUDA; returns None if there is none for these gradients."""
-    kernels = fused_kernels()
+    kernels = cuda_kernels()
     if kernels is None:
         return None
     present = gradients_of(parameters)
@@ -158,34 +158,13 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], scale: float | Tens
         ours, theirs = by_device.setdefault(other.device, ([], []))
         ours.append(tensor)
         theirs.append(other)
-    kernels = fused_kernels()
+    kernels = cuda_kernels()
     for device, (ours, theirs) in by_device.items():
         here = scale.to(device)
         if kernels is not None and kernels.can_add_scaled(ours, theirs, here):
             kernels.add_scaled_(ours, theirs, here)
         else:
             torch._foreach_add_(ours, torch._foreach_mul(theirs, here))
-
-
-@torch.no_grad()
-def ascend_relatively_(pairs: Gradients, ratio: float, shard_context: ShardContext) -> None:
-    """Moves every parameter p to p + ratio |p| g/|g|, along its gradient g.
-
-    A parameter of zeros, or without a gradient, stays where it is.
-
-    Args:
-        pairs: Parameters and their gradients.
-        ratio: Length of the move relative to that of the parameter.
-        shard_context: Sharding of the parameters.
-    """
-    if not pairs:
-        return
-    lengths = shard_context.norms([(parameter, parameter) for parameter, _ in pairs])
-    factors = ratio * lengths * one_over(shard_context.norms(pairs))
-    w = shard_context.local([parameter for parameter, _ in pairs])
-    g = shard_context.local([gradient for _, gradient in pairs])
-    for tensor, gradient, factor in zip(w, g, factors.unbind(), strict=True):
-        tensor.addcmul_(gradient, factor.to(gradient.device, gradient.dtype))
 
 
 def one_over(length: Tensor) -> Tensor:

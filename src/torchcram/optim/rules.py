@@ -42,11 +42,13 @@ class UpdateRule:
         name: Name of the rule in the paper.
         passes: Passes that follow the dense pass at w.
         normalize: Whether the ascent is along g/|g|, unless the optimizer overrides it.
+        rho: Factor of the ascent, unless the optimizer overrides it; 0 takes none.
     """
 
     name: str
     passes: tuple[Pass, ...]
     normalize: bool = False
+    rho: float = 0.0
 
     @property
     def compresses(self) -> bool:
@@ -57,10 +59,10 @@ class UpdateRule:
 _C_OF_W = Pass(compress=True, mask=True)
 _C_OF_ASCENT = Pass(ascend=True, compress=True, mask=True)
 
-SAM = UpdateRule("SAM", (Pass(ascend=True),), normalize=True)
+SAM = UpdateRule("SAM", (Pass(ascend=True),), normalize=True, rho=0.05)
 CRAM = UpdateRule("CrAM", (_C_OF_ASCENT,))
 CRAM_PLUS = UpdateRule("CrAM+", (Pass(ascend=True, compress=True, mask=True, plus=True),))
-C_SAM = UpdateRule("C-SAM", (_C_OF_W, _C_OF_ASCENT), normalize=True)
+C_SAM = UpdateRule("C-SAM", (_C_OF_W, _C_OF_ASCENT), normalize=True, rho=0.05)
 TOPK = UpdateRule("Top-K", (Pass(compress=True),))
 TOPK_PLUS = UpdateRule("Top-K+", (Pass(compress=True, mask=True, plus=True),))
 

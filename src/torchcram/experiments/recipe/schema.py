@@ -201,8 +201,8 @@ class CramConfig:
     Attributes:
         rule: Name of the update rule.
         operators: Operators as text, also ranges; every step draws one of them.
-        rho: Factor of the ascent w + rho g, and its length where g is normalized; null ascends by a
-            fixed part of the length of every parameter.
+        rho: Factor of the ascent w + rho g, and its length where g is normalized; null takes that
+            of the rule, which is 0 for CrAM and CrAM+.
         sparse_gradients: Whether the gradient at w~ is masked.
         normalize: Whether gradients are normalized; None leaves that to the rule.
         mask_interval: Number of uses of an operator between two selections of its masks.
@@ -217,7 +217,7 @@ class CramConfig:
 
     rule: str = "CrAM+"
     operators: tuple[str, ...] = ()
-    rho: float | None = 0.05
+    rho: float | None = None
     sparse_gradients: bool = True
     normalize: bool | None = None
     mask_interval: int = 1
