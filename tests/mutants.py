@@ -63,12 +63,16 @@ EQUATIONS = ("tests/baselines/test_equations.py",)
 HELD_MASK = ("tests/baselines/test_held_mask.py",)
 PROTOCOL = ("tests/baselines/test_protocol.py",)
 INTERRUPTED_METHOD = (f"{PROTOCOL[0]}::test_a_training_interrupted_in_a_pass_resumes_bit_for_bit",)
+WITHOUT_ASCENT = ("tests/optim/test_without_ascent.py",)
+SWAPPED = ("tests/optim/test_swapped_copies.py",)
 SCHEDULES = ("tests/baselines/test_schedule_properties.py",)
 RECIPE_METHODS = ("tests/experiments/test_methods.py",)
 
 MUTANTS = [
     Mutant("optim/cram.py", "rho * unit", "-rho * unit", ORACLE),
-    Mutant("optim/gradients.py", "ratio * lengths", "lengths", ORACLE),
+    Mutant("optim/cram.py", "rule.rho if rho is None else rho", "rho or 0.0", WITHOUT_ASCENT),
+    Mutant("optim/cram.py", "not self._ascends(pass_)", "True", SWAPPED),
+    Mutant("optim/step_state.py", "parameter.data = own", "pass", SWAPPED),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
     Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
     Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),

@@ -41,7 +41,7 @@ DIFFERENCES = {
     "operators: nm:2:4 on rank{others}, none on rank 1": {"operators": ["global:0.5"]},
     "operators: global:0.5 on rank{others}, uniform:0.5 on rank 1": {"operators": ["uniform:0.5"]},
     "seeds: 0 on rank{others}, 7 on rank 1": {"seed": 7},
-    "rho: 0.05 on rank{others}, 0.1 on rank 1": {"rho": 0.1},
+    "rho: 0.0 on rank{others}, 0.1 on rank 1": {"rho": 0.1},
     "options: mask_interval=1 on rank{others}, mask_interval=2 on rank 1": {"mask_interval": 2},
     "base optimizers: SGD on rank{others}, AdamW on rank 1": {"base": AdamW},
     "rules: UpdateRule(name='CrAM+'": {"rule": CRAM},
