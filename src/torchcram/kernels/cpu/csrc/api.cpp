@@ -34,7 +34,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 2; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 3; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -281,4 +281,45 @@ TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, c
   const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
   const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
   return run_tasks(kernels->attention, &job, tasks * splits, threads);
+}
+
+// Returns whether a matrix for products with a few vectors has a shape that can be computed with.
+static bool valid_rows(const RowMatrix& m) {
+  return m.rows > 0 && m.inner > 0 && m.kind >= kFloats && m.kind <= kBytes && m.values && m.starts;
+}
+
+// y = x W^T + b for one to four vectors; returns 0 if the matrix or the number of vectors is not
+// valid.
+TORCHCRAM_EXPORT int torchcram_row_product(const RowMatrix* matrix, const float* x, int64_t count,
+                                           float* y, int threads) {
+  if (!valid_rows(*matrix) || count < 1 || count > kMostSequences) return 0;
+  return without_exceptions([&] {
+    kernels->row_product(*matrix, x, count, y, threads);
+    return 1;
+  });
+}
+
+// The next token of one to four sequences; returns 0 if shapes do not fit each other.
+TORCHCRAM_EXPORT int torchcram_decoder_step(const DecoderStep* step, int threads) {
+  const Decoder& d = *step->decoder;
+  if (step->sequences < 1 || step->sequences > kMostSequences) return 0;
+  if (step->past < 0 || step->past >= step->capacity) return 0;
+  if (d.features < 1 || d.features % 16 || d.memory_heads < 1 || d.heads % d.memory_heads) return 0;
+  const int64_t wide = d.heads * d.features, narrow = d.memory_heads * d.features;
+  for (int64_t i = 0; i < d.layers; ++i) {
+    const DecoderLayer& l = d.layer[i];
+    const struct {
+      const RowMatrix& matrix;
+      int64_t rows, inner;
+    } expected[] = {{l.query, wide, d.hidden},    {l.key, narrow, d.hidden},
+                    {l.value, narrow, d.hidden},  {l.out, d.hidden, wide},
+                    {l.gate, d.middle, d.hidden}, {l.up, d.middle, d.hidden},
+                    {l.down, d.hidden, d.middle}};
+    for (const auto& e : expected)
+      if (!valid_rows(e.matrix) || e.matrix.rows != e.rows || e.matrix.inner != e.inner) return 0;
+  }
+  return without_exceptions([&] {
+    kernels->decoder(step, threads < 1 ? 1 : threads);
+    return 1;
+  });
 }

@@ -1,6 +1,7 @@
 // The kernels, compiled once per instruction set.
 #include "attention.h"
 #include "convolution.h"
+#include "decoder.h"
 #include "int8.h"
 #include "linear.h"
 
@@ -27,6 +28,7 @@ constexpr Task kInt8 = nullptr;
 }  // namespace
 
 extern const Kernels TORCHCRAM_KERNELS;
-const Kernels TORCHCRAM_KERNELS = {kName, linear, pixels, images, attention, kInt8};
+const Kernels TORCHCRAM_KERNELS = {kName,     linear, pixels,  images,
+                                   attention, kInt8,  decoder, row_product};
 
 }  // namespace torchcram

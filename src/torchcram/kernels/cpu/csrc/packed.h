@@ -120,12 +120,55 @@ struct Attention {
   float scale;
 };
 
+// A matrix for products with a few vectors, row after row: for every 64 inputs a mask, and the
+// values whose bits are set. Without masks all values are there, padded with zeros to whole masks.
+constexpr int kMaskBits = 64;
+constexpr int64_t kMostSequences = 4;
+enum Kind : int64_t { kFloats = 0, kBfloats = 1, kBytes = 2 };
+
+struct RowMatrix {
+  int64_t rows, inner, kind;
+  const uint64_t* masks;  // [row][inner / 64]; may be null
+  const void* values;     // readable for 64 bytes beyond the last
+  const int64_t* starts;  // first value of each row, in bytes
+  const float* scales;    // of the rows; may be null
+  const float* bias;      // may be null
+};
+
+// A layer of a decoder: x += O attention(rotated Q n, K n, V n), x += D (silu(G m) * U m), where n
+// and m are x divided by its root mean square and multiplied by a weight.
+struct DecoderLayer {
+  RowMatrix query, key, value, out, gate, up, down;
+  const float *norm_before, *norm_between;
+};
+
+struct Decoder {
+  int64_t layers, hidden, heads, memory_heads, features, middle;
+  int64_t rounds;  // whether a matrix has values in 8 bits
+  float eps, scale;
+  const DecoderLayer* layer;
+  const float* norm;  // after the last layer
+};
+
+// The next token of some sequences that have `past` tokens each.
+struct DecoderStep {
+  const Decoder* decoder;
+  int64_t sequences, past, capacity;
+  float* memory;               // [layer][keys, values][sequence][head][capacity][feature]
+  const float *cosine, *sine;  // [feature]
+  const float* input;          // [sequence][hidden]
+  float* output;               // [sequence][hidden]
+};
+
 typedef void (*Task)(const void* job, int64_t task);
 
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
   Task linear, pixels, images, attention, linear_int8;  // linear_int8 may be null
+  void (*decoder)(const void* step, int threads);
+  void (*row_product)(const RowMatrix& matrix, const float* x, int64_t count, float* y,
+                      int threads);
 };
 
 extern const Kernels kAvx512, kAvx2, kPortable;

@@ -1,0 +1,101 @@
+"""`prepare_generation`: a language model that generates fast on the CPU.
+
+`generate` of Transformers stays as it is. It calls the model with the whole prompt first, which
+runs as before, and then with one token at a time, for which all layers run in a single call of the
+kernels (`torchcram.runtime.cpu.decoder`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcram.kernels.cpu.library import kernels
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_NORMS = {"input_layernorm", "post_attention_layernorm"}
+
+
+def prepare_generation(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns a copy of a causal language model that generates fast on the CPU.
+
+    Single tokens run through all layers in one call of the kernels, for up to four sequences at a
+    time, and so does the head. Zeros are skipped: a weight that is not zero is read once per
+    token, and every weight has a bit that says whether it is zero. Prompts, sequences with padding
+    and everything else run as before, so that `generate` works unchanged.
+
+    Args:
+        model: Causal model of Transformers of the Llama family, such as Llama, Mistral without a
+            window, Qwen2 and SmolLM2, with compressed weights or without; it stays unchanged.
+        dtype: Type that weights are kept in for single tokens: torch.float32, torch.bfloat16, or
+            torch.int8 with a scale for every output, as `int8` targets have it. With int8,
+            activations are rounded to 8 bits, with a scale for every 64 of them.
+
+    Raises:
+        ValueError: If the model is of another kind; the message says what is missing.
+        RuntimeError: If the kernels have not been built.
+    """
+    kernels()  # raises if there are none, and says why
+    reason = _obstacle(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} cannot generate in the kernels: {reason}")
+    from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
+
+    fast: Any = copy.deepcopy(model).eval().requires_grad_(False)
+    fast.model = GeneratingDecoder(fast.model, dtype)
+    fast.lm_head = FewTokens(fast.lm_head, dtype)
+    return fast  # type: ignore[no-any-return]
+
+
+def _obstacle(model: Any) -> str | None:  # noqa: ANN401
+    """Returns why single tokens of a model cannot run in the kernels; None if they can."""
+    decoder, config = getattr(model, "model", None), getattr(model, "config", None)
+    layers = getattr(decoder, "layers", None)
+    if config is None or not isinstance(layers, nn.ModuleList) or not len(layers):
+        return "it is not a causal model of Transformers with layers at model.layers"
+    for owner, name in [(decoder, n) for n in ("embed_tokens", "norm", "rotary_emb")] + [
+        (model, "lm_head")
+    ]:
+        if not hasattr(owner, name):
+            return f"it has no {name}"
+    if getattr(config, "hidden_act", None) != "silu":
+        return f"its activation is {getattr(config, 'hidden_act', None)}, not silu"
+    if getattr(config, "sliding_window", None) is not None:
+        return f"it attends to a window of {config.sliding_window} tokens"
+    reasons = (_layer_obstacle(layer, config) for layer in layers)
+    return next((f"layer {n}: {reason}" for n, reason in enumerate(reasons) if reason), None)
+
+
+def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401
+    attention: Any = getattr(layer, "self_attn", None)
+    feed_forward = getattr(layer, "mlp", None)
+    for owner, names in ((attention, _ATTENTION), (feed_forward, _FEED_FORWARD)):
+        for name in names:
+            if not isinstance(getattr(getattr(owner, name, None), "weight", None), Tensor):
+                return f"it has no {name}"
+    for name in ("q_norm", "k_norm"):
+        if hasattr(attention, name):
+            return f"it has {name}"
+    norms = {name: child for name, child in layer.named_children() if "norm" in name}
+    if norms.keys() != _NORMS:
+        return f"its norms are {', '.join(sorted(norms))}"
+    for name, norm in norms.items():
+        if not _is_root_mean_square(norm):
+            return f"{name} is {type(norm).__name__}, not a root mean square"
+    features = len(attention.q_proj.weight) // config.num_attention_heads
+    return f"a head has {features} features, not a multiple of 16" if features % 16 else None
+
+
+def _is_root_mean_square(norm: nn.Module) -> bool:
+    """Returns whether a norm divides by the root mean square and multiplies by its weight."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or eps is None:
+        return False
+    x = torch.linspace(-1, 2, weight.numel(), dtype=torch.float32)
+    expected = weight.detach().float() * x * torch.rsqrt(x.square().mean() + eps)
+    with torch.no_grad():
+        return bool(torch.allclose(norm(x.to(weight.dtype)).float(), expected, atol=1e-2))

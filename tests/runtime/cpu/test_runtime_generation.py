@@ -1,0 +1,261 @@
+"""Text generated one token at a time in the kernels is that of Transformers."""
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchcram import compress_
+from torchcram.kernels.cpu.library import LEVELS, level, use_level
+from torchcram.runtime import available, prepare_generation
+from torchcram.runtime.cpu.row_matrix import RowLinear
+
+pytestmark = pytest.mark.skipif(not available(), reason="the kernels are not built")
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.int8: 3e-2}
+
+
+@pytest.fixture(params=LEVELS)
+def _each_level(request):
+    before = level()
+    try:
+        use_level(request.param)
+    except ValueError:
+        pytest.skip(f"this machine has no {request.param}")
+    yield
+    use_level(before)
+
+
+def matrix(rows, inner, sparsity, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, inner, generator=generator)
+    return weight.masked_fill_(torch.rand(rows, inner, generator=generator) < sparsity, 0)
+
+
+@pytest.mark.usefixtures("_each_level")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(
+    rows=st.integers(1, 70),
+    inner=st.integers(1, 200),
+    count=st.integers(1, 9),
+    sparsity=st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]),
+    biased=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_products_are_those_of_a_linear_layer(dtype, rows, inner, count, sparsity, biased, seed):
+    weight, x = matrix(rows, inner, sparsity, seed), matrix(count, inner, 0.0, seed + 1)
+    bias = matrix(1, rows, 0.0, seed + 2)[0] if biased else None
+    expected = nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    y = RowLinear(weight, bias, dtype)(x).double()
+    lengths = weight.double().norm(dim=1) * x.double().norm(dim=1, keepdim=True)
+    assert ((y - expected).abs() <= TOLERANCES[dtype] * lengths + 1e-6).all()
+
+
+def test_int8_keeps_weights_that_are_rounded_already():
+    layer = nn.Linear(128, 40, bias=False)
+    compress_(layer, "uniform:0.5+int8")
+    x = torch.eye(128)[:4]  # rounding the activations loses nothing
+    torch.testing.assert_close(RowLinear(layer.weight, None, torch.int8)(x), layer(x))
+
+
+@pytest.mark.parametrize(("sparsity", "masked"), [(0.0, False), (0.1, False), (0.5, True)])
+def test_masks_are_kept_where_they_save_room(sparsity, masked):
+    layer = RowLinear(matrix(64, 256, sparsity, 0), None, torch.int8)
+    assert (layer.masks is not None) == masked
+    assert layer.nbytes < 64 * 256 + 1000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_are_not_hidden(value):
+    x = torch.zeros(1, 128)
+    x[0, 70] = value
+    for dtype in DTYPES:
+        y = RowLinear(matrix(8, 128, 0.0, 0), None, dtype)(x)
+        assert not torch.isfinite(y).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.ones(2, 3), None, torch.float16), "dtype must be one of"),
+        ((torch.full((2, 3), torch.nan), None, torch.float32), "NaN or infinite"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RowLinear(*arguments)
+
+
+@pytest.mark.parametrize("x", [torch.ones(1, 4), torch.ones(1, 3, dtype=torch.float64)], ids=str)
+def test_inputs_that_do_not_fit_are_refused(x):
+    with pytest.raises(ValueError, match="x must be float32 on the CPU with 3 inputs"):
+        RowLinear(torch.ones(2, 3), None, torch.float32)(x)
+
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+
+
+def language_model(name="Llama", **options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that tokens and positions matter
+            parameter.mul_(3 if parameter.dim() > 1 else 1).add_(0.1 if parameter.dim() == 1 else 0)
+    return model
+
+
+def prompt(sequences=1, tokens=7):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(1, 61, (sequences, tokens), generator=generator)
+
+
+def generated(model, ids, tokens=20, **options):
+    options = {"do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+
+
+@pytest.mark.usefixtures("_each_level")
+def test_the_text_is_the_same_with_every_instruction_set():
+    model = language_model()
+    assert torch.equal(generated(prepare_generation(model), prompt()), generated(model, prompt()))
+
+
+FAMILIES = [
+    ("Llama", {}),
+    ("Llama", {"head_dim": 32, "num_key_value_heads": 6, "attention_bias": True}),
+    ("Qwen2", {}),
+    ("Mistral", {"sliding_window": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FAMILIES, ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_beams": 3},
+        {"do_sample": True, "top_k": 5},
+        {"num_return_sequences": 2, "num_beams": 2},
+    ],
+    ids=str,
+)
+def test_generate_works_unchanged(name, options, how):
+    model = language_model(name, **options)
+    texts = []
+    for each in (model, prepare_generation(model)):
+        torch.manual_seed(1)
+        texts.append(generated(each, prompt(), **how))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("sequences", [2, 4, 5])
+def test_several_sequences(sequences):
+    model = language_model()
+    ids = prompt(sequences)
+    assert torch.equal(generated(prepare_generation(model), ids), generated(model, ids))
+
+
+def test_padding_on_the_left_runs_as_before():
+    model = language_model()
+    ids, mask = prompt(2), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    fast = prepare_generation(model)
+    expected = generated(model, ids, attention_mask=mask)
+    assert torch.equal(generated(fast, ids, attention_mask=mask), expected)
+
+
+def test_the_memory_grows_with_the_text():
+    model = language_model()
+    assert torch.equal(
+        generated(prepare_generation(model), prompt(), 300), generated(model, prompt(), 300)
+    )
+
+
+@torch.no_grad()
+def logits_of(model, parts):
+    """Returns the logits of all tokens, given part by part with one cache."""
+    cache, logits = None, []
+    for part in parts:
+        output = model(part, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1), cache
+
+
+def test_prompts_and_single_tokens_may_follow_each_other():
+    model, ids = language_model(), prompt(2, 20)
+    fast = prepare_generation(model)
+    expected, _ = logits_of(model, [ids])
+    parts = ids.split([5, 1, 1, 4, 1, 1, 1, 6], dim=1)
+    logits, cache = logits_of(fast, parts)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    cache.crop(-14)
+    assert cache.get_seq_length() == 6
+    with torch.no_grad():
+        output = fast(ids[:, 6:7], past_key_values=cache, use_cache=True)
+    torch.testing.assert_close(output.logits, expected[:, 6:7], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_fewer_bits_change_the_scores_little(dtype):
+    model, ids = language_model(), prompt(1, 12)
+    compress_(model, "uniform:0.5+int8", weights=None)
+    expected, _ = logits_of(model, [ids])
+    logits, _ = logits_of(prepare_generation(model, dtype), ids.split([4] + [1] * 8, dim=1))
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_copies_and_pickles_generate_the_same():
+    fast = prepare_generation(language_model())
+    expected = generated(fast, prompt())
+    buffer = io.BytesIO()
+    torch.save(fast, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(fast), torch.load(buffer, weights_only=False)):
+        assert torch.equal(generated(other, prompt()), expected)
+
+
+def test_the_model_itself_stays_unchanged():
+    model = language_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    prepare_generation(model, torch.int8)
+    assert type(model.model).__name__ == "LlamaModel"
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("GPTNeoX", {}, "not a causal model of Transformers with layers at model.layers"),
+        ("Mistral", {"sliding_window": 16}, "attends to a window of 16 tokens"),
+        ("Llama", {"hidden_act": "gelu"}, "activation is gelu, not silu"),
+        ("Llama", {"head_dim": 8}, "layer 0: a head has 8 features, not a multiple of 16"),
+        ("Qwen3", {}, "layer 0: it has q_norm"),
+    ],
+)
+def test_other_decoders_are_refused_with_the_reason(name, options, message):
+    with pytest.raises(ValueError, match=f"{name}ForCausalLM cannot generate.*{message}"):
+        prepare_generation(language_model(name, **options))
+
+
+def test_a_model_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="Linear cannot generate in the kernels"):
+        prepare_generation(nn.Linear(4, 4))
