@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
     from torchcram import Masks
     from torchcram.experiments.recipe.schema import Recipe
+    from torchcram.experiments.tasks import Batches
 
 Progress = Callable[[float, int, "EpochRecord | None"], None]
 """Function of the epochs done, also fractions, of all epochs, and of the last epoch's record."""
@@ -353,23 +354,20 @@ class Trainer:
             )
         model = to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
-        self.optimizer = build_optimizer(
-            recipe, self.model, seed=info.seed, steps_per_epoch=self._steps_per_epoch()
-        )
+        # only methods need to know beforehand how many steps there are
+        steps = None if recipe.method is None else len(self.batches)
+        self.optimizer = build_optimizer(recipe, self.model, seed=info.seed, steps_per_epoch=steps)
 
-    def _steps_per_epoch(self) -> int | None:
-        """Returns the number of steps in an epoch, which only methods need to know beforehand."""
-        if self.recipe.method is None:
-            return None
-        batches = build_batches(
-            self.recipe,
-            self.data,
-            train=True,
-            device=self.device,
-            seed=self.info.seed,
-            ranks=self.ranks,
+    @cached_property
+    def batches(self) -> Batches:
+        """Batches of the whole training split."""
+        return self.build_batches(self.recipe, self.data, train=True)
+
+    def build_batches(self, recipe: Recipe, data: Any, *, train: bool) -> Batches:  # noqa: ANN401
+        """Returns training or test batches for this rank."""
+        return build_batches(
+            recipe, data, train=train, device=self.device, seed=self.info.seed, ranks=self.ranks
         )
-        return len(batches)
 
     def _finish_method(self) -> None:
         """Prunes the model to exactly the target of its method, if it has one."""
@@ -416,10 +414,11 @@ class _Epochs:
         device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
         self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
         self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
-        self._batches, self._test = (
-            build_batches(recipe, data, train=train, device=device, seed=seed, ranks=ranks)
-            for train in (True, False)
-        )
+        if data is trainer.data:
+            self._batches = trainer.batches
+        else:
+            self._batches = trainer.build_batches(recipe, data, train=True)
+        self._test = trainer.build_batches(recipe, data, train=False)
         batch_size = min(recipe.train.batch_size, len(data.train))
         self._images = len(self._batches) * batch_size
         self._share = ranks.shard.share(batch_size)
