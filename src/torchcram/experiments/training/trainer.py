@@ -68,7 +68,13 @@ from torchcram.experiments.training.run_folder import (
     write_info,
 )
 from torchcram.experiments.training.schedule import lr_at, set_lr_
-from torchcram.experiments.training.steps import WHOLE_BATCH, EagerStep, MakeStep, Shares
+from torchcram.experiments.training.steps import (
+    WHOLE_BATCH,
+    EagerStep,
+    MakeStep,
+    Objective,
+    Shares,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -172,8 +178,7 @@ def train(
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
             raise ValueError(f"{name}_interval={every!r}: at least 1 is allowed")
-    if recipe.train.distillation is not None:
-        make_step = partial(make_step, teacher=_teacher(start, recipe, device))
+    teacher = _teacher(start, recipe, device)
     requested = RunInfo(
         seed=seed,
         data=DataInfo.of(data),
@@ -195,7 +200,16 @@ def train(
                 else _EarlyStopping()
             )
             trainer = ranks.run_on_all(
-                lambda: Trainer(recipe, folder, info, data, start=start, device=device, ranks=ranks)
+                lambda: Trainer(
+                    recipe,
+                    folder,
+                    info,
+                    data,
+                    start=start,
+                    teacher=teacher,
+                    device=device,
+                    ranks=ranks,
+                )
             )
             task = recipe.build_task()
             ranks.run_on_all(lambda: task.check_model(trainer.model, data, device=device))
@@ -230,6 +244,7 @@ class Trainer:
         info: Description of the run that the folder holds.
         data: Dataset to train and test on.
         start: Model to start from and masks to hold; None for the initial weights of the seed.
+        teacher: Model on `device`, in eval mode, to learn from where the recipe has distillation.
         device: Device that everything is computed on.
         ranks: Processes that train together.
 
@@ -248,11 +263,12 @@ class Trainer:
         data: Any,  # noqa: ANN401
         *,
         start: Start | None,
+        teacher: nn.Module | None = None,
         device: torch.device,
         ranks: Ranks = SINGLE,
     ) -> None:
         self.recipe, self.folder, self.info, self.data = recipe, folder, info, data
-        self.device, self.ranks = device, ranks
+        self.teacher, self.device, self.ranks = teacher, device, ranks
         self.done, self.seconds = 0, 0.0
         self._resume(start)
 
@@ -425,15 +441,10 @@ class _Epochs:
         model = data_parallel(trainer.model, device, ranks, batch_size=batch_size)
         task = recipe.build_task()
         self._unit = task.unit
+        shares = _shares(recipe, ranks.shard.rows(batch_size))
+        objective = Objective(task.loss, task.class_dim, shares, trainer.teacher)
         self._step = make_step(
-            model,
-            trainer.optimizer,
-            self._batches,
-            recipe.train,
-            device,
-            loss=task.loss,
-            shares=_shares(recipe, ranks.shard.rows(batch_size)),
-            class_dim=task.class_dim,
+            model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
         )
         operators = _operators(recipe)
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
@@ -684,8 +695,10 @@ def held_out_values(folder: Path, rounds: int | None = None) -> list[float]:
     return kept
 
 
-def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module:
-    """Returns a copy of the teacher on `device`, in eval mode and without gradients."""
+def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module | None:
+    """Returns a copy of the teacher on `device`, in eval mode and without gradients, if needed."""
+    if recipe.train.distillation is None:
+        return None
     if start is None or start.teacher is None:
         raise ValueError(
             f"{recipe.name}: train.distillation needs a dense model as the teacher, which only "
