@@ -174,7 +174,7 @@ def _train_on(
                 make_step=step_maker(eager),
                 progress=watch.training,
             )
-            best = grid.trials[0]
+            best = grid.best
             out, derived, chosen = best.folder, best.finetuned, best.overrides
     if () not in recipes:
         show(grid_table(grid))
