@@ -114,3 +114,16 @@ def test_arguments_that_make_no_sense_are_refused(method, arguments, message):
     model = build()
     with pytest.raises(ValueError, match=message):
         method(model, sgd(model), "global:0.9", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("method", "defaults"),
+    [(SFW, (0.05, 15.0, 0.9, 10.0)), (CompressionAwareSFW, (0.3, 10.0, 0.9, 1.0))],
+)
+def test_defaults_are_those_of_the_papers(method, defaults):
+    names = ("fraction", "radius", "momentum", "lr_scale")
+    plain = method(model := build(), sgd(model), "global:0.9")
+    assert tuple(getattr(plain, name) for name in names) == defaults
+    other = method(model, sgd(model), "global:0.9", momentum=0.0, radius=2.0)
+    assert (other.momentum, other.radius) == (0.0, 2.0)
+    assert tuple(getattr(method, name) for name in names) == defaults

@@ -158,6 +158,17 @@ def test_a_learning_rate_or_a_transfer_that_fails_is_left_out(monkeypatch):
     assert "│ SGD    │ dense │" in done.stdout
 
 
+def test_a_start_that_was_not_written_to_its_end_is_written_anew():
+    trial = Path("moved", "trials", "optimizer.lr=0.1")
+    trial.mkdir(parents=True)
+    (trial / "start.safetensors").write_bytes(b"start.json is missing")
+    line = ["transfer", "sgd", "--at", "dense", "--to", NEAR, "--lr", 0.1, "--lr", 0.2]
+    succeed(*line, "--out", "moved")
+    starts = [read_run(path)[1].start for path in Path("moved", "trials").iterdir()]
+    assert len(starts) == 2
+    assert len(set(starts)) == 1
+
+
 def test_stopped_and_continued_is_bit_for_bit_the_same(monkeypatch):
     line = ["transfer", "sgd", "--at", "global:0.9", "--to", SGD, "--epochs", 2]
     line += ["--lr", 0.1, "--lr", 0.3, "--set", "train.batch_size=144", "--out"]

@@ -74,6 +74,18 @@ def test_the_score_is_that_of_the_pruned_model(tmp_path, data):
     assert trained.finished.accuracy == score.value
 
 
+def test_batches_are_built_once(tmp_path, data, monkeypatch):
+    built = []
+
+    def counted(*arguments, train, **options):
+        built.append(train)
+        return build_batches(*arguments, train=train, **options)
+
+    monkeypatch.setattr("torchcram.experiments.training.trainer.build_batches", counted)
+    run(tmp_path, with_method(), data)
+    assert sorted(built) == [False, True]
+
+
 def test_fine_tuning_takes_plain_steps():
     tuning = finetune_recipe(with_method(), "global:0.9")
     assert (tuning.method, tuning.cram) == (None, None)

@@ -32,7 +32,7 @@ from torchcram.experiments.recipe import (
 from torchcram.experiments.recipe import loading as module
 from torchcram.experiments.recipe.build import build_optimizer
 from torchcram.experiments.recipe.schema import OPTIMIZERS, PRECISIONS, SCHEDULES
-from torchcram.experiments.training.steps import train_on
+from torchcram.experiments.training.steps import Objective, train_on
 from torchcram.optim.rules import RULES
 
 HIGH = tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95))
@@ -151,7 +151,9 @@ def test_every_recipe_runs_a_batch(recipe):
     before = snapshot(model)
     batch = torch.randn(shape_of(recipe)), torch.randint(10, (2,))
     shares = (1.0, 1.0) if recipe.cram is None else recipe.cram.shares
-    losses = train_on(batch, model, optimizer, config=recipe.train, shares=shares)
+    losses = train_on(
+        batch, model, optimizer, config=recipe.train, objective=Objective(shares=shares)
+    )
     assert all(loss > 0 for loss in losses if loss is not None)
     assert (losses[1] is None) == (recipe.cram is None)
     assert not same(before, snapshot(model))
@@ -282,7 +284,9 @@ def test_the_passes_are_those_that_steps_take(changes, passes):
     for _ in range(recipe.train.epochs):
         for begin in range(0, 80, 8):
             batch = tuple(part[begin : begin + 8] for part in data)
-            train_on(batch, model, optimizer, config=recipe.train, shares=shares)
+            train_on(
+                batch, model, optimizer, config=recipe.train, objective=Objective(shares=shares)
+            )
     drawn = recipe.cram is not None and 0 < recipe.cram.base_step_probability < 1
     assert seen / 80 == pytest.approx(passes, rel=0.1 if drawn else 1e-9)
 

@@ -6,7 +6,7 @@ from torch.optim import SGD
 
 from torchcram import CrAM
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
-from torchcram.experiments.training.steps import EagerStep, autocast
+from torchcram.experiments.training.steps import EagerStep, Objective, autocast
 
 
 def prepared(given, seed=0):
@@ -63,7 +63,9 @@ def test_passes_take_their_shares_of_the_batch(dense, compressed, rows):
     model, optimizer, batches = prepared(given)
     seen = []
     model.register_forward_hook(lambda _, args, __: seen.append(args[0]))
-    step = EagerStep(model, optimizer, batches, given.train, CPU, shares=given.cram.shares)
+    step = EagerStep(
+        model, optimizer, batches, given.train, CPU, objective=Objective(shares=given.cram.shares)
+    )
     step.start_epoch(0)
     step.run()
     images, _ = next(batches.epoch(0))

@@ -10,7 +10,7 @@ from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training.cuda_graph_steps import GraphStep, make_step
 from torchcram.experiments.training.log import read_log
-from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.steps import EagerStep, Objective
 from torchcram.experiments.training.trainer import load_trained
 
 pytestmark = pytest.mark.gpu
@@ -97,7 +97,9 @@ def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method):
         model = build_initial_model(given, classes=10, seed=0).to(CUDA).train()
         optimizer = build_optimizer(given, model, seed=0)
         batches = build_batches(given, data, train=True, device=CUDA, seed=0)
-        step = make(model, optimizer, batches, given.train, CUDA, shares=shares)
+        step = make(
+            model, optimizer, batches, given.train, CUDA, objective=Objective(shares=shares)
+        )
         assert isinstance(step, GraphStep) == (make is make_step)
         step.start_epoch(0)
         for _ in range(len(batches)):

@@ -21,7 +21,7 @@ from torchcram.report.markdown_tables import (
     update_marked,
 )
 from torchcram.report.results_table import comparison_table, result_table
-from torchcram.report.summary import labels, points, sort_operators, summaries
+from torchcram.report.summary import labels, number, points, rounded, sort_operators, summaries
 
 
 def lines_of(table, width=80):
@@ -354,6 +354,16 @@ def test_what_early_stopping_left_out_does_not_count():
     assert row[-4:] == ["", "20 + ≤ 1.62", "20 + ≤ 1.46", ""]
     shown = " ".join("".join(lines_of(result_table(old), width=200)).split())
     assert "fine-tuned for ≤ 2 epochs, ≤ 1.8 passes" in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(400.0, "400"), (5.7, "5.7"), (0.4499, "0.45"), (0.001, "0"), (100, "100"), (2 / 3, "0.67")],
+)
+def test_numbers_have_no_digits_that_say_nothing(value, shown):
+    assert number(value) == shown
+    assert rounded(value) == float(shown)
+    assert isinstance(rounded(value), int) == ("." not in shown)
 
 
 @pytest.mark.parametrize(

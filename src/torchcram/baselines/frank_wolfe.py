@@ -38,21 +38,16 @@ class FrankWolfe(Baseline):
     too, but neither its momentum nor its weight decay. One training serves all sparsities:
     `operator` is only what `finish` prunes to.
 
-    Args:
-        model: Model to train.
-        base: Optimizer of the other parameters.
-        operator: Target of `finish`, such as "global:0.9".
-        fraction: Fraction of the entries of v that are not zero, in (0, 1].
-        radius: Length of v, as a multiple of the initial length of the weights of a layer.
-        momentum: Factor of the last m, in [0, 1).
-        lr_scale: Factor of the learning rate.
-        weights: Weights to train in balls and to prune; by default all
-            `compressible_weights(model)`.
+    Subclasses have the arguments in their docstrings, and their defaults as class attributes.
 
     Raises:
         ValueError: If an argument is not allowed, or weights are sharded.
     """
 
+    fraction: float
+    radius: float
+    momentum: float
+    lr_scale: float
     averages = False
     """Whether m is the average of the gradients, with weights momentum^t, rather than the sum."""
 
@@ -64,23 +59,25 @@ class FrankWolfe(Baseline):
         base: Optimizer,
         operator: Operator | str,
         *,
-        fraction: float,
-        radius: float,
-        momentum: float,
-        lr_scale: float,
+        fraction: float | None = None,
+        radius: float | None = None,
+        momentum: float | None = None,
+        lr_scale: float | None = None,
         weights: Weights | None = None,
     ) -> None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-        for name, value in (("radius", radius), ("lr_scale", lr_scale)):
+        self.fraction = self.fraction if fraction is None else fraction
+        self.radius = self.radius if radius is None else radius
+        self.momentum = self.momentum if momentum is None else momentum
+        self.lr_scale = self.lr_scale if lr_scale is None else lr_scale
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be in (0, 1], got {self.fraction}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        for name, value in (("radius", self.radius), ("lr_scale", self.lr_scale)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {value}")
         super().__init__(model, base, operator, weights=weights)
         self.require_whole()
-        self.fraction, self.radius, self.momentum = fraction, radius, momentum
-        self.lr_scale = lr_scale
         self._momenta = {
             name: torch.zeros_like(weight, requires_grad=False)
             for name, weight in self.weights.items()
@@ -163,10 +160,11 @@ class SFW(FrankWolfe):
         model: Model to train.
         base: Optimizer of the other parameters.
         operator: Target of `finish`, such as "global:0.9".
-        fraction: Fraction of the entries of v that are not zero, in (0, 1].
-        radius: Length of v, as a multiple of the initial length of the weights of a layer.
-        momentum: Factor of the last m, in [0, 1).
-        lr_scale: Factor of the learning rate.
+        fraction: Fraction of the entries of v that are not zero, in (0, 1]; by default 0.05.
+        radius: Length of v, as a multiple of the initial length of the weights of a layer; by
+            default 15.
+        momentum: Factor of the last m, in [0, 1); by default 0.9.
+        lr_scale: Factor of the learning rate; by default 10.
         weights: Weights to train in balls and to prune; by default all
             `compressible_weights(model)`.
 
@@ -175,29 +173,7 @@ class SFW(FrankWolfe):
     """
 
     averages = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        base: Optimizer,
-        operator: Operator | str,
-        *,
-        fraction: float = 0.05,
-        radius: float = 15.0,
-        momentum: float = 0.9,
-        lr_scale: float = 10.0,
-        weights: Weights | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            base,
-            operator,
-            fraction=fraction,
-            radius=radius,
-            momentum=momentum,
-            lr_scale=lr_scale,
-            weights=weights,
-        )
+    fraction, radius, momentum, lr_scale = 0.05, 15.0, 0.9, 10.0
 
     def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
         """Returns v = -tau / sqrt(K) sign(m) on the K largest."""
@@ -220,10 +196,11 @@ class CompressionAwareSFW(FrankWolfe):
         model: Model to train.
         base: Optimizer of the other parameters.
         operator: Target of `finish`, such as "global:0.9".
-        fraction: Fraction of the entries of v that are not zero, in (0, 1].
-        radius: Length of v, as a multiple of the initial length of the weights of a layer.
-        momentum: Factor of the last m, in [0, 1).
-        lr_scale: Factor of the learning rate.
+        fraction: Fraction of the entries of v that are not zero, in (0, 1]; by default 0.3.
+        radius: Length of v, as a multiple of the initial length of the weights of a layer; by
+            default 10.
+        momentum: Factor of the last m, in [0, 1); by default 0.9.
+        lr_scale: Factor of the learning rate; by default 1.
         weights: Weights to train in balls and to prune; by default all
             `compressible_weights(model)`.
 
@@ -231,28 +208,7 @@ class CompressionAwareSFW(FrankWolfe):
         ValueError: If an argument is not allowed, or weights are sharded.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        base: Optimizer,
-        operator: Operator | str,
-        *,
-        fraction: float = 0.3,
-        radius: float = 10.0,
-        momentum: float = 0.9,
-        lr_scale: float = 1.0,
-        weights: Weights | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            base,
-            operator,
-            fraction=fraction,
-            radius=radius,
-            momentum=momentum,
-            lr_scale=lr_scale,
-            weights=weights,
-        )
+    fraction, radius, momentum, lr_scale = 0.3, 10.0, 0.9, 1.0
 
     def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
         """Returns v = -tau m_K / |m_K|."""

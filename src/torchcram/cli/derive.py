@@ -19,6 +19,9 @@ from torchcram.cli.options import (
     Eager,
     Epochs,
     EvalInterval,
+    NewRunFolder,
+    NewRunSeed,
+    ResultsFolder,
     RunFolder,
     Sets,
     check_epochs,
@@ -31,26 +34,17 @@ from torchcram.cli.options import (
 if TYPE_CHECKING:
     from torchcram.experiments.recipe import Recipe
 
-At = Annotated[
-    str,
-    typer.Option(
-        metavar="OP",
-        help="Operator such as global:0.9, or pruner, whose zeros are kept; or dense.",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(file_okay=False, show_default="beside RUN", help="Folder of the new run."),
-]
-Seed = Annotated[
-    int | None, typer.Option(min=0, help="Seed of the new run, instead of that of RUN.")
-]
-
 
 @app.command()
 def finetune(
     run: RunFolder,
-    at: At,
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="OP",
+            help="Operator such as global:0.9, or pruner, whose zeros are kept; or dense.",
+        ),
+    ],
     epochs: Epochs = None,
     sets: Sets = None,
     grid: Annotated[
@@ -61,12 +55,9 @@ def finetune(
             "that early stopping holds out is shown. Repeatable.",
         ),
     ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder of results that the result is added to."),
-    ] = None,
-    out: Out = None,
-    seed: Seed = None,
+    results: ResultsFolder = None,
+    out: NewRunFolder = None,
+    seed: NewRunSeed = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     eager: Eager = False,
@@ -183,7 +174,7 @@ def _train_on(
                 make_step=step_maker(eager),
                 progress=watch.training,
             )
-            best = grid.trials[0]
+            best = grid.best
             out, derived, chosen = best.folder, best.finetuned, best.overrides
     if () not in recipes:
         show(grid_table(grid))

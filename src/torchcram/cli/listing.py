@@ -107,18 +107,13 @@ Listing = tuple[tuple[str, ...], list[Row]]
 
 def _recipes(text: str) -> Listing:
     from torchcram.experiments.recipe import load_recipe, recipe_names
+    from torchcram.report.summary import rounded
 
     recipes = [load_recipe(name) for name in recipe_names() if text in name.lower()]
     return ("recipe", "title", "epochs", "passes"), [
-        (recipe.name, recipe.title, recipe.train.epochs, _whole(recipe.passes))
+        (recipe.name, recipe.title, recipe.train.epochs, rounded(recipe.passes))
         for recipe in recipes
     ]
-
-
-def _whole(number: float) -> int | float:
-    """Returns a number rounded to two digits, as an integer where it is one."""
-    rounded = round(number, 2)
-    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _models(text: str) -> Listing:

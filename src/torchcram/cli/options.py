@@ -62,6 +62,29 @@ ResultFile = Annotated[
         help="File for the result; - is standard output, which then holds nothing else.",
     ),
 ]
+ResultsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--results", file_okay=False, help="Folder of results that the result is added to."
+    ),
+]
+Parallel = Annotated[bool, typer.Option("--parallel", help="Train all runs at the same time.")]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, help="Number of runs at a time, with --parallel.")
+]
+NewRunFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        file_okay=False,
+        show_default="beside RUN",
+        help="Folder of the new run; of several, the folder that holds them.",
+    ),
+]
+NewRunSeed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed of the new run, instead of that of RUN."),
+]
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", file_okay=False, help="Folder of a finished run.")
 ]
@@ -122,6 +145,12 @@ def check_epochs(epochs: int | None, overrides: Sequence[str] | None) -> None:
     keys = [text.partition("=")[0].strip() for text in overrides or ()]
     if epochs is not None and "train.epochs" in keys:
         raise UsageError("--epochs and train.epochs exclude each other: they set the same value")
+
+
+def check_jobs(jobs: int | None, parallel: bool) -> None:
+    """Raises UsageError for --jobs without --parallel."""
+    if jobs is not None and not parallel:
+        raise UsageError("--jobs needs --parallel")
 
 
 def check_sets(sets: Sequence[str] | None) -> None:

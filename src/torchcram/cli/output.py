@@ -16,10 +16,10 @@ from torchcram.report.summary import in_percent, number, percent, score_text
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.table import Table
+    from rich.text import Text
 
-    from torchcram.experiments.finetuning import FineTuned, Grid
+    from torchcram.experiments.finetuning import AnyTrial, FineTuned, FinetuneTrial, Grid, Trial
     from torchcram.experiments.sweep import Point
-    from torchcram.experiments.transfer import LrSearch
 
 STANDARD_OUTPUT = Path("-")
 
@@ -129,41 +129,40 @@ def derived_table(derived: FineTuned) -> Table:
     return table
 
 
-def grid_table(grid: Grid) -> Table:
+def grid_table(grid: Grid[FinetuneTrial]) -> Table:
     """Returns the settings of fine-tuning that were tried, best first, then the failed ones."""
-    from rich.table import Table
-    from rich.text import Text
-
-    metric = grid.trials[0].finetuned.trained.recipe.metric
-    table = Table(
-        title=f"{in_percent(metric)} on the held-out samples",
-        caption="the first row was chosen",
-    )
-    table.add_column("settings")
-    for column in (metric, "rounds"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for tried in grid.trials:
-        held_out = score_text(tried.held_out, metric)
-        table.add_row(Text(" ".join(tried.overrides)), held_out, str(tried.rounds))
-    for overrides in grid.failed:
-        table.add_row(Text(" ".join(overrides)), "failed", "")
-    return table
+    metric = grid.best.finetuned.trained.recipe.metric
+    cells = [(score_text(trial.held_out, metric), str(trial.rounds)) for trial in grid.trials]
+    title = f"{in_percent(metric)} on the held-out samples"
+    return _trials_table(title, (metric, "rounds"), grid, cells)
 
 
-def lr_table(name: str, search: LrSearch) -> Table:
+def lr_table(name: str, search: Grid[Trial]) -> Table:
     """Returns the learning rates that a transfer tried, best first, then the failed ones."""
+    from rich.text import Text
+
+    title = Text(f"{name}: accuracy in % on the held-out tenth of the training set")
+    cells = [(percent(trial.held_out),) for trial in search.trials]
+    return _trials_table(title, ("accuracy",), search, cells)
+
+
+def _trials_table(
+    title: str | Text,
+    columns: Sequence[str],
+    grid: Grid[AnyTrial],
+    cells: Iterable[Sequence[str]],
+) -> Table:
+    """Returns the settings of a grid with the cells of its trials, then the failed settings."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=Text(f"{name}: accuracy in % on the held-out tenth of the training set"),
-        caption="the first row was chosen",
-    )
+    table = Table(title=title, caption="the first row was chosen")
     table.add_column("settings")
-    table.add_column("accuracy", justify="right", no_wrap=True)
-    for trial in search.trials:
-        table.add_row(Text(" ".join(trial.overrides)), percent(trial.held_out))
-    for overrides in search.failed:
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for trial, row in zip(grid.trials, cells, strict=True):
+        table.add_row(Text(" ".join(trial.overrides)), *row)
+    for overrides in grid.failed:
         table.add_row(Text(" ".join(overrides)), "failed")
     return table
 

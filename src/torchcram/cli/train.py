@@ -17,7 +17,11 @@ from torchcram.cli.options import (
     Download,
     Eager,
     EvalInterval,
+    Jobs,
+    Parallel,
+    ResultsFolder,
     Sets,
+    check_jobs,
 )
 from torchcram.cli.progress import Style
 from torchcram.cli.torchrun import processes
@@ -63,16 +67,9 @@ def train(
     eager: Eager = False,
     compiled: Compile = False,
     eval_interval: EvalInterval = 1,
-    parallel: Annotated[
-        bool, typer.Option("--parallel", help="Train all runs at the same time.")
-    ] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs at a time, with --parallel.")
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder of results that the result is added to."),
-    ] = None,
+    parallel: Parallel = False,
+    jobs: Jobs = None,
+    results: ResultsFolder = None,
     download: Download = False,
     progress: Annotated[
         Style,
@@ -91,8 +88,7 @@ def train(
         from torchcram.cli.train_runs import TrainOptions, plan, train_in_parallel, train_in_turn
         from torchcram.experiments.ranks import joined
 
-        if jobs is not None and not parallel:
-            raise UsageError("--jobs needs --parallel")
+        check_jobs(jobs, parallel)
         if parallel and processes() > 1:
             raise UsageError(
                 "--parallel and torchrun exclude each other: --parallel gives every run a process, "

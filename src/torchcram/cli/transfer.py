@@ -22,9 +22,15 @@ from torchcram.cli.options import (
     Eager,
     Epochs,
     EvalInterval,
+    Jobs,
+    NewRunFolder,
+    NewRunSeed,
+    Parallel,
     ResultFile,
+    ResultsFolder,
     Sets,
     check_epochs,
+    check_jobs,
     check_sets,
     find_device,
     load,
@@ -94,31 +100,15 @@ def transfer(
     ] = None,
     epochs: Epochs = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            show_default="beside RUN",
-            help="Folder of the new run; of several, the folder that holds them.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the new runs, instead of that of RUN.")
-    ] = None,
+    out: NewRunFolder = None,
+    seed: NewRunSeed = None,
     data: DataFolder = DATA,
     device: DeviceName = "auto",
     eager: Eager = False,
     eval_interval: EvalInterval = 1,
-    parallel: Annotated[
-        bool, typer.Option("--parallel", help="Do all transfers at the same time.")
-    ] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Number of transfers at a time, with --parallel.")
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder of results that the results are added to."),
-    ] = None,
+    parallel: Parallel = False,
+    jobs: Jobs = None,
+    results: ResultsFolder = None,
     json: ResultFile = None,
     download: Download = False,
     progress: Annotated[Style, typer.Option(hidden=True)] = Style.auto,
@@ -140,8 +130,7 @@ def transfer(
         check_sets(sets)
         check_lrs(lr or (), sets or ())
         check_operators(at or ())
-        if jobs is not None and not parallel:
-            raise UsageError("--jobs needs --parallel")
+        check_jobs(jobs, parallel)
         options = TransferOptions(
             data=data,
             sets=tuple(sets or ()),

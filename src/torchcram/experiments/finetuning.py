@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -499,25 +499,37 @@ def _checked(out: Path, trained: Trained, origin: Origin, start: Start) -> FineT
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A fine-tuning with one choice of settings, and its score.
+    """A training with one choice of settings, and its score.
 
     Attributes:
         overrides: Settings on top of the recipe, such as "optimizer.lr=3e-5".
         folder: Folder of the run.
-        held_out: Best metric on the held-out part of the training split.
-        rounds: Number of rounds; each ends with a test.
-        finetuned: Fine-tuned model. Its score on the test split plays no part in the choice.
+        held_out: Metric on the held-out part of the training split.
     """
 
     overrides: Overrides
     folder: Path
     held_out: float
+
+
+@dataclass(frozen=True, eq=False)
+class FinetuneTrial(Trial):
+    """A fine-tuning with early stopping; its score is the best of all rounds.
+
+    Attributes:
+        rounds: Number of rounds; each ends with a test.
+        finetuned: Fine-tuned model. Its score on the test split plays no part in the choice.
+    """
+
     rounds: int
     finetuned: FineTuned
 
 
+AnyTrial = TypeVar("AnyTrial", bound=Trial)
+
+
 @dataclass(frozen=True, eq=False)
-class Grid:
+class Grid(Generic[AnyTrial]):
     """The trials of a grid of settings.
 
     Attributes:
@@ -525,8 +537,65 @@ class Grid:
         failed: Error messages of the trials whose loss was not finite, by their settings.
     """
 
-    trials: list[Trial]
+    trials: list[AnyTrial]
     failed: dict[Overrides, str]
+
+    @property
+    def best(self) -> AnyTrial:
+        """The trial that is chosen."""
+        return self.trials[0]
+
+
+def run_trials(
+    recipes: Mapping[Overrides, Recipe],
+    out: Path,
+    run_trial: Callable[[Overrides, Path], AnyTrial],
+) -> Grid[AnyTrial]:
+    """Trains with every recipe, each in its own folder, all from the same weights.
+
+    A trial whose loss is not finite fails, and the others go on.
+
+    Args:
+        recipes: Recipes by the settings in which they differ.
+        out: Folder that the folders of the trials are made in.
+        run_trial: Function that trains with settings in a folder, or continues there, and returns
+            the trial. The folder may hold the start of the training already.
+
+    Raises:
+        FloatingPointError: If every trial fails.
+    """
+    folders = {overrides: out / folder_name(overrides) for overrides in recipes}
+    trials: list[AnyTrial] = []
+    failed: dict[Overrides, str] = {}
+    for overrides, folder in folders.items():
+        started = [path for path in folders.values() if _has_start(path)]
+        if started and not (folder / RUN).exists():
+            _share_start(started[0], folder)
+        try:
+            trials.append(run_trial(overrides, folder))
+        except FloatingPointError as error:
+            failed[overrides] = str(error)
+    if not trials:
+        first = next(iter(failed))
+        raise FloatingPointError(
+            f"every training failed; the first, {' '.join(first)}: {failed[first]}"
+        )
+    metric = next(iter(recipes.values())).metric
+    trials.sort(key=lambda trial: goodness(trial.held_out, metric), reverse=True)
+    return Grid(trials, failed)
+
+
+def _has_start(folder: Path) -> bool:
+    """Whether a folder has a start that is complete, and was not removed."""
+    return (folder / START).exists() and (folder / ORIGIN).exists()
+
+
+def _share_start(source: Path, folder: Path) -> None:
+    """Copies the start of another trial; one computed again might differ in the last digits."""
+    with locked(folder):
+        if not (folder / ORIGIN).exists():
+            for name in (START, ORIGIN):  # the start is complete once the second exists
+                write_atomically(folder / name, (source / name).read_bytes())
 
 
 def finetune_grid(
@@ -540,10 +609,8 @@ def finetune_grid(
     seed: int | None = None,
     make_step: MakeStep = EagerStep,
     progress: Callable[[str], Progress] | None = None,
-) -> Grid:
-    """Fine-tunes with every recipe, each in its own folder, all from the same weights.
-
-    A trial whose loss is not finite fails, and the others go on.
+) -> Grid[FinetuneTrial]:
+    """Fine-tunes with every recipe, as `run_trials` does.
 
     Args:
         run_folder: Folder of a finished training.
@@ -557,8 +624,9 @@ def finetune_grid(
         progress: Function that takes the settings of a trial and returns its progress function.
 
     Raises:
-        ValueError: If the recipes do not hold out the same part, if every trial fails, or if
-            `finetune` refuses something.
+        ValueError: If the recipes do not hold out the same part, or if `finetune` refuses
+            something.
+        FloatingPointError: If every trial fails.
     """
     tasks = [recipe.build_task() for recipe in recipes.values()]
     tasks[0].require_same_data(tasks)
@@ -573,45 +641,21 @@ def finetune_grid(
             "train.early_stopping.held_out differs between the points of the grid; it must be the "
             "same, as they are compared on that part"
         )
-    trials: list[Trial] = []
-    failed: dict[Overrides, str] = {}
-    for overrides, recipe in recipes.items():
-        folder = out / folder_name(overrides)
-        if trials:
-            share_start(trials[0].folder, folder)
-        try:
-            finetuned = finetune(
-                run_folder,
-                at,
-                folder,
-                recipe=recipe,
-                data=data,
-                device=device,
-                seed=seed,
-                make_step=make_step,
-                progress=None if progress is None else progress(" ".join(overrides)),
-            )
-        except FloatingPointError as error:
-            failed[overrides] = str(error)
-            continue
+
+    def run_trial(overrides: Overrides, folder: Path) -> FinetuneTrial:
+        finetuned = finetune(
+            run_folder,
+            at,
+            folder,
+            recipe=recipes[overrides],
+            data=data,
+            device=device,
+            seed=seed,
+            make_step=make_step,
+            progress=None if progress is None else progress(" ".join(overrides)),
+        )
         values = held_out_values(folder)
         held_out = values[best_index(values, tasks[0].metric)]
-        trials.append(Trial(overrides, folder, held_out, len(values), finetuned))
-    if not trials:
-        first = next(iter(failed))
-        raise ValueError(f"every training failed; the first, {' '.join(first)}: {failed[first]}")
-    order = sorted(trials, key=lambda t: goodness(t.held_out, tasks[0].metric), reverse=True)
-    return Grid(order, failed)
+        return FinetuneTrial(overrides, folder, held_out, len(values), finetuned)
 
-
-def share_start(source: Path, folder: Path) -> None:
-    """Copies the start of another trial; one computed again might differ in the last digits.
-
-    Args:
-        source: Folder of the other trial, which has a start.
-        folder: Folder of a trial; a start that it has stays.
-    """
-    with locked(folder):
-        if not (folder / ORIGIN).exists():
-            for name in (START, ORIGIN):  # the start is complete once the second exists
-                write_atomically(folder / name, (source / name).read_bytes())
+    return run_trials(recipes, out, run_trial)

@@ -28,13 +28,15 @@ from torchcram.experiments.evaluation.results import (
 from torchcram.experiments.finetuning import (
     START,
     FineTuned,
+    Grid,
     StartKey,
+    Trial,
     check_new_head,
     check_operator,
     finetune,
     read_origin,
     require_new_head,
-    share_start,
+    run_trials,
     start_key,
 )
 from torchcram.experiments.io.dict_diff import explain_differences
@@ -43,7 +45,6 @@ from torchcram.experiments.recipe.overrides import (
     DENSE,
     TRAINED,
     Overrides,
-    folder_name,
     read_at,
     trained_target,
     trains_sparse,
@@ -269,37 +270,6 @@ def check_transfers(
     return datasets
 
 
-@dataclass(frozen=True)
-class LrTrial:
-    """A learning rate that was tried.
-
-    Attributes:
-        overrides: Learning rate on top of the recipe, such as "optimizer.lr=0.01".
-        held_out: Score on the held-out part of the training split after the last epoch.
-    """
-
-    overrides: Overrides
-    held_out: float
-
-
-@dataclass(frozen=True)
-class LrSearch:
-    """Learning rates that were tried.
-
-    Attributes:
-        trials: Trials that finished, the best first.
-        failed: Error messages of trainings whose loss was not finite, by learning rate.
-    """
-
-    trials: tuple[LrTrial, ...]
-    failed: dict[Overrides, str]
-
-    @property
-    def best(self) -> LrTrial:
-        """The learning rate that is used."""
-        return self.trials[0]
-
-
 @dataclass(frozen=True, eq=False)
 class Transferred:
     """A finished transfer.
@@ -313,7 +283,7 @@ class Transferred:
 
     transfer: Transfer
     finetuned: FineTuned
-    search: LrSearch | None
+    search: Grid[Trial] | None
     result: Result
 
     @property
@@ -350,30 +320,27 @@ def run_transfer(
         FloatingPointError: If the loss is not finite, with every learning rate if there are
             several.
     """
-    search, chosen = None, next(iter(item.recipes))
-    if len(item.recipes) > 1:
-        search = _search_lr(
-            item,
-            data,
+
+    def train_in(folder: Path, point: Overrides, data: Dataset, name: str) -> FineTuned:
+        return finetune(
+            item.source.folder,
+            item.at,
+            folder,
+            recipe=item.recipes[point],
+            data=data,
             device=device,
+            new_head=True,
+            seed=item.seed,
             make_step=make_step,
             eval_interval=eval_interval,
-            progress=progress,
+            progress=None if progress is None else progress(name),
         )
+
+    search, chosen = None, next(iter(item.recipes))
+    if len(item.recipes) > 1:
+        search = _search_lr(item, data, train_in)
         chosen = search.best.overrides
-    finetuned = finetune(
-        item.source.folder,
-        item.at,
-        item.folder,
-        recipe=item.recipes[chosen],
-        data=data,
-        device=device,
-        new_head=True,
-        seed=item.seed,
-        make_step=make_step,
-        eval_interval=eval_interval,
-        progress=None if progress is None else progress(item.name),
-    )
+    finetuned = train_in(item.folder, chosen, data, item.name)
     result = _write_result(item, finetuned, data, device=device, chosen=chosen if search else ())
     return Transferred(item, finetuned, search, result)
 
@@ -381,53 +348,24 @@ def run_transfer(
 def _search_lr(
     item: Transfer,
     data: Dataset,
-    *,
-    device: torch.device,
-    make_step: MakeStep,
-    eval_interval: int,
-    progress: Callable[[str], Progress] | None,
-) -> LrSearch:
+    train_in: Callable[[Path, Overrides, Dataset, str], FineTuned],
+) -> Grid[Trial]:
     """Trains with every learning rate on a part of the training split; see `run_transfer`."""
     divided = item.recipe.build_task().hold_out(data, HELD_OUT, item.seed)
     source = load_trained(item.source.folder, CPU)
     key = start_key(source, item.at, new_head=True, seed=item.seed)
-    folders = {point: item.folder / TRIALS / folder_name(point) for point in item.recipes}
-    trials: list[LrTrial] = []
-    failed: dict[Overrides, str] = {}
-    for point, recipe in item.recipes.items():
-        folder = folders[point]
-        score = _finished_score(folder, recipe, key, divided)
+
+    def run_trial(point: Overrides, folder: Path) -> Trial:
+        score = _finished_score(folder, item.recipes[point], key, divided)
         if score is None:
-            started = [path for path in folders.values() if (path / START).exists()]
-            if started:
-                share_start(started[0], folder)
-            try:
-                score = finetune(
-                    item.source.folder,
-                    item.at,
-                    folder,
-                    recipe=recipe,
-                    data=divided,
-                    device=device,
-                    new_head=True,
-                    seed=item.seed,
-                    make_step=make_step,
-                    eval_interval=eval_interval,
-                    progress=None if progress is None else progress(item.trial_name(point)),
-                ).trained.finished.accuracy
-            except FloatingPointError as error:
-                failed[point] = str(error)
-                continue
-        trials.append(LrTrial(point, score))
-    if not trials:
-        first = next(iter(failed))
-        raise FloatingPointError(
-            f"every training failed; the first, {' '.join(first)}: {failed[first]}"
-        )
-    for trial in trials:  # the scores are in run.json, and no weights are needed any more
-        _remove_weights(folders[trial.overrides])
-    best_first = sorted(trials, key=lambda trial: trial.held_out, reverse=True)
-    return LrSearch(tuple(best_first), failed)
+            finetuned = train_in(folder, point, divided, item.trial_name(point))
+            score = finetuned.trained.finished.accuracy
+        return Trial(point, folder, score)
+
+    search = run_trials(item.recipes, item.folder / TRIALS, run_trial)
+    for trial in search.trials:  # the scores are in run.json, and no weights are needed any more
+        _remove_weights(trial.folder)
+    return search
 
 
 def _finished_score(folder: Path, recipe: Recipe, key: StartKey, data: Dataset) -> float | None:

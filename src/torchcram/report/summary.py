@@ -299,7 +299,13 @@ def _joined(costs: Sequence[Cost | None], what: str) -> str:
 
 def number(value: float) -> str:
     """Formats a number with up to two digits after the point: 400, 5.7, 0.45."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    return str(rounded(value))
+
+
+def rounded(value: float) -> int | float:
+    """Returns a number rounded to two digits after the point, as an integer where it is one."""
+    short = round(value, 2)
+    return int(short) if short == int(short) else short
 
 
 def tuned(result: Result) -> bool:

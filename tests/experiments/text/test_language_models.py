@@ -21,7 +21,7 @@ from torchcram.experiments.recipe.build import (
     cram_weights,
     target_weights,
 )
-from torchcram.experiments.training.steps import EagerStep
+from torchcram.experiments.training.steps import EagerStep, Objective
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -82,7 +82,9 @@ def test_blocks_of_an_architecture_are_compressed_and_its_ends_are_not(kind, par
         assert any(weight.dim() == 3 for weight in weights.values())
     optimizer = build_optimizer(chosen, model, seed=0)
     batches = build_batches(chosen, data, train=True, device=CPU, seed=0)
-    step = EagerStep(model.train(), optimizer, batches, chosen.train, CPU, loss=task.loss)
+    step = EagerStep(
+        model.train(), optimizer, batches, chosen.train, CPU, objective=Objective(task.loss)
+    )
     step.start_epoch(0)
     step.run()
     assert all(torch.isfinite(torch.tensor(step.losses())))

@@ -24,7 +24,7 @@ from torchcram.experiments.training import cuda_graph_steps as graphs
 from torchcram.experiments.training.cuda_graph_steps import GraphStep, can_be_captured
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
-from torchcram.experiments.training.steps import EagerStep, distillation_loss
+from torchcram.experiments.training.steps import EagerStep, Objective, distillation_loss
 from torchcram.experiments.training.trainer import _Epochs, load_trained
 
 pytestmark = pytest.mark.usefixtures("_here")
@@ -171,8 +171,8 @@ def test_steps_can_be_captured_and_are_those_without_graphs(
         assert can_be_captured(optimizer, has_one_shape=True)
         batches = build_batches(recipe, data, train=True, device=CPU, seed=0)
         shares = (1.0, 1.0) if recipe.cram is None else recipe.cram.shares
-        loss = recipe.build_task().loss
-        step = kind(model, optimizer, batches, recipe.train, CPU, loss=loss, shares=shares)
+        objective = Objective(recipe.build_task().loss, shares=shares)
+        step = kind(model, optimizer, batches, recipe.train, CPU, objective=objective)
         for epoch in range(2):
             step.start_epoch(epoch)
             for _ in range(len(batches)):

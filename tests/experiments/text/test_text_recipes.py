@@ -101,3 +101,22 @@ def test_bad_values_are_named(override, said):
 @pytest.mark.parametrize("name", ["./minilm", "/a/b", "~/x", "../y", "transformers/a/b"])
 def test_folders_and_names_of_the_hub_are_models(name):
     assert load_recipe(PLAIN, [f"model.name={name}"]).model.name == name
+
+
+@pytest.mark.parametrize("name", [PLAIN, "wiki-paragraphs/smollm2-135m/adamw"])
+def test_texts_are_not_loaded_without_a_folder(name):
+    recipe = load_recipe(name)
+    message = f"dataset '{recipe.data.name}' needs the folder that the data lies in"
+    with pytest.raises(ValueError, match=message):
+        recipe.build_task().load(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"), [(PLAIN, 5e-5), ("wiki-paragraphs/smollm2-135m/adamw", 0.25)]
+)
+def test_texts_are_finetuned_for_at_most_two_epochs(name, lr):
+    task = load_recipe(name).build_task()
+    for epochs in (1, 2, 10):
+        defaults = task.finetuning(epochs, 0.25)
+        assert (defaults.epochs, defaults.lr) == (min(2, epochs), lr)
+        assert defaults.early_stopping

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,15 @@ from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import build_section, require
 from torchcram.experiments.metrics import PERPLEXITY, perplexity
 from torchcram.experiments.models.causal import CausalModel, build_causal_model
-from torchcram.experiments.models.text import ALLOWED, is_text_model, load_tokenizer, quiet
+from torchcram.experiments.models.text import ALLOWED, is_text_model
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.tasks.base import ACCURACY, FinetuneDefaults, Score, Task, autocast
-from torchcram.experiments.tasks.text import require_no_image_settings
+from torchcram.experiments.tasks.base import ACCURACY, Score, Task, autocast
+from torchcram.experiments.tasks.tokenized import TokenizedTask
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
     from torch import nn
 
-FINETUNE_EPOCHS = 2
 PROBE = 16  # tokens that a model is tried on
 CLOSE = 1e-4  # relative difference of scores that rounding may cause
 
@@ -69,11 +68,10 @@ class LanguageConfig:
 
 
 @dataclass(frozen=True)
-class LanguageModelling(Task):
+class LanguageModelling(TokenizedTask):
     """Prediction of the next token of running text, scored by perplexity; less is better."""
 
     unit: ClassVar[str] = "blocks"
-    is_transformers: ClassVar[bool] = True
     class_dim: ClassVar[int] = -1
     # blocks of a model are numbered; embeddings and the head are not
     compressed_by_default: ClassVar[str | None] = r"\.\d+\."
@@ -94,32 +92,21 @@ class LanguageModelling(Task):
 
     def check_recipe(self) -> None:
         """Raises `BadValue` for settings that are not allowed, and for those of images."""
-        config, data, model = self.config, self.data, self.model.name
-        require_no_image_settings(data)
+        config, model = self.config, self.model.name
+        super().check_recipe()
         allowed = f"a language model: {', '.join(ALLOWED)}"
         require(is_text_model(model), "model.name", model, allowed)
-        own = data.name in config.also_test
+        own = self.data.name in config.also_test
         require(not own, "task.args.also_test", list(config.also_test), "other datasets")
 
-    def load(
-        self,
-        folder: Path | None,
-        *,
-        download: bool = False,  # noqa: ARG002
-        report: Report | None = None,
+    def read(
+        self, folder: Path, *, tokenizer: Callable[[], Any], report: Report | None
     ) -> TokenSet:
-        """Loads the text, tokenised for the model, as blocks and windows."""
-        if folder is None:
-            raise ValueError(f"dataset {self.data.name!r} needs the folder that the data lies in")
+        """Reads the text, as blocks and windows."""
         config = self.config
-        read = partial(
-            load_running,
-            folder=folder,
-            tokenizer=partial(load_tokenizer, self.model.name),
-            report=report,
-        )
-        text = read(self.data.name)
-        also = {name: read(name, train=False) for name in config.also_test}
+        running = partial(load_running, folder=folder, tokenizer=tokenizer, report=report)
+        text = running(self.data.name)
+        also = {name: running(name, train=False) for name in config.also_test}
         digest = hashlib.sha256(text.contents.encode())
         for name, other in also.items():
             digest.update(f"{name} {other.contents}".encode())
@@ -202,29 +189,9 @@ class LanguageModelling(Task):
         """Raises ValueError if the model cannot take the text, or sees the tokens to predict."""
         check_causal_model(model, self.model.name, data, device)
 
-    def hold_out(self, data: TokenSet, fraction: float = 0.1, seed: int = 0) -> TokenSet:
-        """Returns the dataset with a piece of the training text to test on."""
-        return data.hold_out(fraction, seed)
-
-    def divide_epochs(self, data: TokenSet, parts: int) -> TokenSet:
-        """Returns the dataset with training epochs divided into parts."""
-        return data.in_parts(parts)
-
-    def finetuning(self, epochs: int, lr: float) -> FinetuneDefaults:
-        """Returns how to fine-tune: at most two epochs with early stopping, from the same lr."""
-        return FinetuneDefaults(min(FINETUNE_EPOCHS, epochs), lr, early_stopping=True)
-
-    def require_transfer(self) -> None:
-        """Raises ValueError, as the head of a language model belongs to its vocabulary."""
-        raise ValueError("language models are not transferred; allowed: recipes about images")
-
     def require_same_data(self, tasks: Sequence[Task]) -> None:
         """Raises ValueError if text would have to be tokenised or cut in more than one way."""
-        models = sorted({task.model.name for task in tasks})
-        if len(models) > 1:
-            raise ValueError(
-                f"the texts are tokenised for one model, and there are {', '.join(models)}"
-            )
+        super().require_same_data(tasks)
         for key in fields(LanguageConfig):
             values = {str(getattr(_config_of(task), key.name)) for task in tasks}
             if len(values) > 1 and key.name != "checkpointing":
@@ -247,13 +214,6 @@ class LanguageModelling(Task):
             if len(rows) >= size:
                 break
         return torch.stack(rows[:size])
-
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Writes the model and its tokenizer as `from_pretrained` of Transformers loads them."""
-        inner: Any = model.model
-        with quiet():
-            inner.save_pretrained(folder)
-        load_tokenizer(self.model.name).save_pretrained(folder)
 
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""

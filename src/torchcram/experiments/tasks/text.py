@@ -1,10 +1,9 @@
-"""Base class of the tasks about texts: tokenised data, Transformers models, padded batches."""
+"""Base class of the tasks about single texts, which come in padded batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,15 +12,15 @@ import torch
 from torch.func import functional_call
 from torch.nn.functional import pad
 
-from torchcram.experiments.data.config import DataConfig, TextConfig
+from torchcram.experiments.data.config import TextConfig
 from torchcram.experiments.data.text.batches import TextBatches, padding
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.io.cache import Report
-from torchcram.experiments.io.dataclass_io import require
-from torchcram.experiments.models.text import build_text_model, load_tokenizer
+from torchcram.experiments.models.text import build_text_model
 from torchcram.experiments.ranks import SINGLE, Ranks
-from torchcram.experiments.tasks.base import FinetuneDefaults, Score, Task, autocast
+from torchcram.experiments.tasks.base import FinetuneDefaults, Score, autocast
+from torchcram.experiments.tasks.tokenized import TokenizedTask
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
     from torchcram.experiments.data.text.datasets import Texts, TextSet
     from torchcram.experiments.data.text.formats import TextFormat
 
-FINETUNE_EPOCHS, FINETUNE_LR = 2, 5e-5
+FINETUNE_LR = 5e-5
 CLOSE = 1e-3  # scores in float32 differ by less if only the padding differs
 
 
 @dataclass(frozen=True)
-class TextTask(Task):
-    """A task about texts.
+class TextTask(TokenizedTask):
+    """A task about single texts: sentences, or questions and paragraphs.
 
     Attributes:
         text: Section `text` of the recipe.
@@ -45,30 +44,21 @@ class TextTask(Task):
     text: TextConfig
 
     unit: ClassVar[str] = "sequences"
-    is_transformers: ClassVar[bool] = True
 
     @property
     def metric(self) -> str:
         """Name of the metric that counts, which the format of the dataset defines."""
         return TEXT_FORMATS[self.text.task].metric
 
-    def load(
-        self,
-        folder: Path | None,
-        *,
-        download: bool = False,  # noqa: ARG002
-        report: Report | None = None,
-    ) -> TextSet:
-        """Loads the texts, tokenised for the model."""
-        if folder is None:
-            raise ValueError(f"dataset {self.data.name!r} needs the folder that the data lies in")
+    def read(self, folder: Path, *, tokenizer: Callable[[], Any], report: Report | None) -> TextSet:
+        """Reads the texts, cut into sequences."""
         return load_text(
             self.data.name,
             folder,
             task=self.text.task,
             length=self.text.length,
             stride=self.text.stride,
-            tokenizer=partial(load_tokenizer, self.model.name),
+            tokenizer=tokenizer,
             report=report,
         )
 
@@ -107,31 +97,7 @@ class TextTask(Task):
 
     def finetuning(self, epochs: int, lr: float) -> FinetuneDefaults:  # noqa: ARG002
         """Returns how to fine-tune: at most two epochs with early stopping, as the paper does."""
-        return FinetuneDefaults(min(FINETUNE_EPOCHS, epochs), FINETUNE_LR, early_stopping=True)
-
-    def check_recipe(self) -> None:
-        """Raises `BadValue` for settings of images."""
-        require_no_image_settings(self.data)
-
-    def hold_out(self, data: TextSet, fraction: float = 0.1, seed: int = 0) -> TextSet:
-        """Returns the dataset with whole paragraphs of the training split to test on."""
-        return data.hold_out(fraction, seed)
-
-    def divide_epochs(self, data: TextSet, parts: int) -> TextSet:
-        """Returns the dataset with training epochs divided into parts."""
-        return data.in_parts(parts)
-
-    def require_transfer(self) -> None:
-        """Raises ValueError, as the head of a language model belongs to its task."""
-        raise ValueError("language models are not transferred yet; allowed: recipes about images")
-
-    def require_same_data(self, tasks: Sequence[Task]) -> None:
-        """Raises ValueError if texts would have to be tokenised for more than one model."""
-        models = sorted({task.model.name for task in tasks})
-        if len(models) > 1:
-            raise ValueError(
-                f"the texts are tokenised for one model, and there are {', '.join(models)}"
-            )
+        return super().finetuning(epochs, FINETUNE_LR)
 
     def count_test(self, data: TextSet) -> str:
         """Returns the number of questions or sentences in the test split, in words."""
@@ -147,22 +113,9 @@ class TextTask(Task):
         batches = TextBatches(data.test, batch_size=size, device="cpu", seed=0, train=False)
         return batches.at(chosen, int(lengths[chosen].max()))[0]
 
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Writes the model and its tokenizer as `from_pretrained` of Transformers loads them."""
-        inner: Any = model.model
-        inner.save_pretrained(folder)
-        load_tokenizer(self.model.name).save_pretrained(folder)
-
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""
         return [{2: torch.export.Dim("tokens", max=self.text.length)}]
-
-
-def require_no_image_settings(data: DataConfig) -> None:
-    """Raises `BadValue` for settings of the section `data` that are about images."""
-    require(data.augment == "none", "data.augment", data.augment, "none")
-    require(data.image_size is None, "data.image_size", data.image_size, "null")
-    require(not data.color, "data.color", data.color, "false")
 
 
 def outputs_of(

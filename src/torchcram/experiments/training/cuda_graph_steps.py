@@ -12,14 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcram import CrAM
-from torchcram.experiments.training.steps import (
-    WHOLE_BATCH,
-    EagerStep,
-    Loss,
-    Shares,
-    Step,
-    cross_entropy,
-)
+from torchcram.experiments.training.steps import CLASSIFY, EagerStep, Objective, Step
 from torchcram.messages import warn_caller
 from torchcram.optim.graphs import StepGraphs, is_capturable
 
@@ -88,10 +81,7 @@ def make_step(
     config: TrainConfig,
     device: torch.device,
     *,
-    teacher: nn.Module | None = None,
-    loss: Loss = cross_entropy,
-    shares: Shares = WHOLE_BATCH,
-    class_dim: int = 1,
+    objective: Objective = CLASSIFY,
     compiled: bool = False,
 ) -> Step:
     """Returns a `GraphStep` where steps can be captured as CUDA graphs, else an `EagerStep`.
@@ -106,10 +96,7 @@ def make_step(
         batches: Batches to train on.
         config: Precision, label smoothing and distillation.
         device: Device that everything is computed on.
-        teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
-        loss: Loss of the task.
-        shares: Shares of every batch that the passes at w and at w~ take.
-        class_dim: Dimension of the outputs that the scores of one prediction are along.
+        objective: Loss, shares of a batch, and teacher on `device`.
         compiled: Whether torch.compile fuses the passes before they are captured, which takes about
             a minute. Batches of several shapes are not compiled.
     """
@@ -126,24 +113,11 @@ def make_step(
                 batches,
                 config,
                 device,
-                teacher=teacher,
-                loss=loss,
-                shares=shares,
-                class_dim=class_dim,
+                objective=objective,
                 compiled=compiled and batches.has_one_shape,
             )
         _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
-    return EagerStep(
-        model,
-        optimizer,
-        batches,
-        config,
-        device,
-        teacher=teacher,
-        loss=loss,
-        shares=shares,
-        class_dim=class_dim,
-    )
+    return EagerStep(model, optimizer, batches, config, device, objective=objective)
 
 
 @functools.cache
@@ -163,10 +137,7 @@ class GraphStep(EagerStep):
         batches: Batches to train on, on `device`.
         config: Precision, label smoothing and distillation.
         device: GPU that everything is computed on.
-        teacher: Model to learn from, as `EagerStep` takes it.
-        loss: Loss of the task.
-        shares: Shares of every batch that the passes at w and at w~ take.
-        class_dim: Dimension of the outputs that the scores of one prediction are along.
+        objective: Loss, shares of a batch, and teacher on `device`.
         compiled: Whether torch.compile fuses the passes first.
     """
 
@@ -178,23 +149,10 @@ class GraphStep(EagerStep):
         config: TrainConfig,
         device: torch.device,
         *,
-        teacher: nn.Module | None = None,
-        loss: Loss = cross_entropy,
-        shares: Shares = WHOLE_BATCH,
-        class_dim: int = 1,
+        objective: Objective = CLASSIFY,
         compiled: bool = False,
     ) -> None:
-        super().__init__(
-            model.train(),
-            optimizer,
-            batches,
-            config,
-            device,
-            teacher=teacher,
-            loss=loss,
-            shares=shares,
-            class_dim=class_dim,
-        )
+        super().__init__(model.train(), optimizer, batches, config, device, objective=objective)
         if compiled:
             # what is compiled shares its parameters and buffers with the model
             self._model = torch.compile(model, dynamic=False)

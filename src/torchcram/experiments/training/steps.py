@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -30,6 +31,27 @@ Loss = Callable[[Tensor, Tensor, float], Tensor]
 def cross_entropy(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """Returns the cross-entropy of class scores, (n, classes)."""
     return F.cross_entropy(scores, labels, label_smoothing=smoothing)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """What steps minimize, beside the settings of the recipe.
+
+    Attributes:
+        loss: Loss of the task: a function of outputs, labels and label smoothing.
+        class_dim: Dimension of the outputs that the scores of one prediction are along.
+        shares: Shares of every batch that the passes at w and at w~ take.
+        teacher: Model in eval mode to learn from, where the recipe has distillation.
+    """
+
+    loss: Loss = cross_entropy
+    class_dim: int = 1
+    shares: Shares = WHOLE_BATCH
+    teacher: nn.Module | None = None
+
+
+CLASSIFY = Objective()
+"""Cross-entropy of class scores, on the whole batch in both passes."""
 
 
 class Step(Protocol):
@@ -62,10 +84,7 @@ class MakeStep(Protocol):
         config: TrainConfig,
         device: torch.device,
         *,
-        teacher: nn.Module | None = None,
-        loss: Loss = cross_entropy,
-        shares: Shares = WHOLE_BATCH,
-        class_dim: int = 1,
+        objective: Objective = CLASSIFY,
     ) -> Step:
         """Returns a `Step`; the arguments are those of `EagerStep`."""
 
@@ -79,10 +98,7 @@ class EagerStep:
         batches: Batches to train on.
         config: Precision, label smoothing and distillation.
         device: Device that everything is computed on.
-        teacher: Model on `device`, in eval mode, to learn from where `config` has distillation.
-        loss: Loss of the task: a function of outputs, labels and label smoothing.
-        shares: Shares of every batch that the passes at w and at w~ take.
-        class_dim: Dimension of the outputs that the scores of one prediction are along.
+        objective: Loss, shares of a batch, and teacher on `device`.
     """
 
     def __init__(
@@ -93,18 +109,12 @@ class EagerStep:
         config: TrainConfig,
         device: torch.device,
         *,
-        teacher: nn.Module | None = None,
-        loss: Loss = cross_entropy,
-        shares: Shares = WHOLE_BATCH,
-        class_dim: int = 1,
+        objective: Objective = CLASSIFY,
     ) -> None:
-        self._shares, self._class_dim = shares, class_dim
-        self._loss = loss
         self._model: Callable[[Tensor], Tensor] = model
         self._optimizer = optimizer
         self._batches = batches
-        self._config = config
-        self._teacher = teacher
+        self._config, self._objective = config, objective
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
         # sums of the losses at w and at w~, and the number of each
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -127,14 +137,7 @@ class EagerStep:
 
     def _train_on(self, batch: tuple[Tensor, Tensor]) -> None:
         at_w, at_compressed = train_on(
-            batch,
-            self._model,
-            self._optimizer,
-            config=self._config,
-            teacher=self._teacher,
-            loss=self._loss,
-            shares=self._shares,
-            class_dim=self._class_dim,
+            batch, self._model, self._optimizer, config=self._config, objective=self._objective
         )
         self._sums[0] += at_w
         self._sums[2] += 1
@@ -149,13 +152,11 @@ def train_on(
     optimizer: Optimizer,
     *,
     config: TrainConfig,
-    teacher: nn.Module | None = None,
-    loss: Loss = cross_entropy,
-    shares: Shares = WHOLE_BATCH,
-    class_dim: int = 1,
+    objective: Objective = CLASSIFY,
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
     losses: list[Tensor] = []
+    teacher, shares = objective.teacher, objective.shares
 
     def closure_on(part: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
         inputs, labels = part
@@ -167,9 +168,7 @@ def train_on(
         def closure() -> Tensor:
             optimizer.zero_grad()
             with autocast(inputs.device, config.precision):
-                value = loss_of(
-                    model(inputs), labels, config, teacher_scores, loss=loss, class_dim=class_dim
-                )
+                value = loss_of(model(inputs), labels, config, teacher_scores, objective=objective)
             value.backward()
             losses.append(value.detach())
             return losses[-1]
@@ -189,8 +188,7 @@ def loss_of(
     config: TrainConfig,
     teacher_scores: Tensor | None = None,
     *,
-    loss: Loss = cross_entropy,
-    class_dim: int = 1,
+    objective: Objective = CLASSIFY,
 ) -> Tensor:
     """Returns the loss of the task, mixed with that of distillation where there is a teacher.
 
@@ -199,15 +197,14 @@ def loss_of(
         labels: Labels of the batch.
         config: Label smoothing and distillation.
         teacher_scores: Outputs of the teacher, if there is one.
-        loss: Loss of the task.
-        class_dim: Dimension of the outputs that the scores of one prediction are along.
+        objective: Loss of the task, and the dimension of its scores.
     """
-    value = loss(scores, labels, config.label_smoothing)
+    value = objective.loss(scores, labels, config.label_smoothing)
     if config.distillation is None or teacher_scores is None:
         return value
     weight = config.distillation.weight
     temperature = config.distillation.temperature
-    soft = distillation_loss(scores, teacher_scores, temperature, class_dim=class_dim)
+    soft = distillation_loss(scores, teacher_scores, temperature, class_dim=objective.class_dim)
     return (1 - weight) * value + weight * soft
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +68,20 @@ from torchcram.experiments.training.run_folder import (
     write_info,
 )
 from torchcram.experiments.training.schedule import lr_at, set_lr_
-from torchcram.experiments.training.steps import WHOLE_BATCH, EagerStep, MakeStep, Shares
+from torchcram.experiments.training.steps import (
+    WHOLE_BATCH,
+    EagerStep,
+    MakeStep,
+    Objective,
+    Shares,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchcram import Masks
     from torchcram.experiments.recipe.schema import Recipe
+    from torchcram.experiments.tasks import Batches
 
 Progress = Callable[[float, int, "EpochRecord | None"], None]
 """Function of the epochs done, also fractions, of all epochs, and of the last epoch's record."""
@@ -171,8 +178,7 @@ def train(
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
             raise ValueError(f"{name}_interval={every!r}: at least 1 is allowed")
-    if recipe.train.distillation is not None:
-        make_step = partial(make_step, teacher=_teacher(start, recipe, device))
+    teacher = _teacher(start, recipe, device)
     requested = RunInfo(
         seed=seed,
         data=DataInfo.of(data),
@@ -194,7 +200,16 @@ def train(
                 else _EarlyStopping()
             )
             trainer = ranks.run_on_all(
-                lambda: Trainer(recipe, folder, info, data, start=start, device=device, ranks=ranks)
+                lambda: Trainer(
+                    recipe,
+                    folder,
+                    info,
+                    data,
+                    start=start,
+                    teacher=teacher,
+                    device=device,
+                    ranks=ranks,
+                )
             )
             task = recipe.build_task()
             ranks.run_on_all(lambda: task.check_model(trainer.model, data, device=device))
@@ -229,6 +244,7 @@ class Trainer:
         info: Description of the run that the folder holds.
         data: Dataset to train and test on.
         start: Model to start from and masks to hold; None for the initial weights of the seed.
+        teacher: Model on `device`, in eval mode, to learn from where the recipe has distillation.
         device: Device that everything is computed on.
         ranks: Processes that train together.
 
@@ -247,11 +263,12 @@ class Trainer:
         data: Any,  # noqa: ANN401
         *,
         start: Start | None,
+        teacher: nn.Module | None = None,
         device: torch.device,
         ranks: Ranks = SINGLE,
     ) -> None:
         self.recipe, self.folder, self.info, self.data = recipe, folder, info, data
-        self.device, self.ranks = device, ranks
+        self.teacher, self.device, self.ranks = teacher, device, ranks
         self.done, self.seconds = 0, 0.0
         self._resume(start)
 
@@ -353,23 +370,20 @@ class Trainer:
             )
         model = to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
-        self.optimizer = build_optimizer(
-            recipe, self.model, seed=info.seed, steps_per_epoch=self._steps_per_epoch()
-        )
+        # only methods need to know beforehand how many steps there are
+        steps = None if recipe.method is None else len(self.batches)
+        self.optimizer = build_optimizer(recipe, self.model, seed=info.seed, steps_per_epoch=steps)
 
-    def _steps_per_epoch(self) -> int | None:
-        """Returns the number of steps in an epoch, which only methods need to know beforehand."""
-        if self.recipe.method is None:
-            return None
-        batches = build_batches(
-            self.recipe,
-            self.data,
-            train=True,
-            device=self.device,
-            seed=self.info.seed,
-            ranks=self.ranks,
+    @cached_property
+    def batches(self) -> Batches:
+        """Batches of the whole training split."""
+        return self.build_batches(self.recipe, self.data, train=True)
+
+    def build_batches(self, recipe: Recipe, data: Any, *, train: bool) -> Batches:  # noqa: ANN401
+        """Returns training or test batches for this rank."""
+        return build_batches(
+            recipe, data, train=train, device=self.device, seed=self.info.seed, ranks=self.ranks
         )
-        return len(batches)
 
     def _finish_method(self) -> None:
         """Prunes the model to exactly the target of its method, if it has one."""
@@ -416,25 +430,21 @@ class _Epochs:
         device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
         self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
         self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
-        self._batches, self._test = (
-            build_batches(recipe, data, train=train, device=device, seed=seed, ranks=ranks)
-            for train in (True, False)
-        )
+        if data is trainer.data:
+            self._batches = trainer.batches
+        else:
+            self._batches = trainer.build_batches(recipe, data, train=True)
+        self._test = trainer.build_batches(recipe, data, train=False)
         batch_size = min(recipe.train.batch_size, len(data.train))
         self._images = len(self._batches) * batch_size
         self._share = ranks.shard.share(batch_size)
         model = data_parallel(trainer.model, device, ranks, batch_size=batch_size)
         task = recipe.build_task()
         self._unit = task.unit
+        shares = _shares(recipe, ranks.shard.rows(batch_size))
+        objective = Objective(task.loss, task.class_dim, shares, trainer.teacher)
         self._step = make_step(
-            model,
-            trainer.optimizer,
-            self._batches,
-            recipe.train,
-            device,
-            loss=task.loss,
-            shares=_shares(recipe, ranks.shard.rows(batch_size)),
-            class_dim=task.class_dim,
+            model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
         )
         operators = _operators(recipe)
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
@@ -685,8 +695,10 @@ def held_out_values(folder: Path, rounds: int | None = None) -> list[float]:
     return kept
 
 
-def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module:
-    """Returns a copy of the teacher on `device`, in eval mode and without gradients."""
+def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module | None:
+    """Returns a copy of the teacher on `device`, in eval mode and without gradients, if needed."""
+    if recipe.train.distillation is None:
+        return None
     if start is None or start.teacher is None:
         raise ValueError(
             f"{recipe.name}: train.distillation needs a dense model as the teacher, which only "
