@@ -25,7 +25,7 @@ from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import build_section, require
 from torchcram.experiments.metrics import PERPLEXITY, perplexity
 from torchcram.experiments.models.causal import CausalModel, build_causal_model
-from torchcram.experiments.models.text import ALLOWED, is_text_model, load_tokenizer, quiet
+from torchcram.experiments.models.text import ALLOWED, is_text_model, load_tokenizer, save_folder
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import ACCURACY, FinetuneDefaults, Score, Task, autocast
 from torchcram.experiments.tasks.text import require_no_image_settings
@@ -33,6 +33,8 @@ from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from torchcram.weights import Weights
 
 FINETUNE_EPOCHS = 2
 PROBE = 16  # tokens that a model is tried on
@@ -248,12 +250,16 @@ class LanguageModelling(Task):
                 break
         return torch.stack(rows[:size])
 
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+    def save_pretrained(
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        operator: str | None = None,
+        weights: Weights | None = None,
+    ) -> None:
         """Writes the model and its tokenizer as `from_pretrained` of Transformers loads them."""
-        inner: Any = model.model
-        with quiet():
-            inner.save_pretrained(folder)
-        load_tokenizer(self.model.name).save_pretrained(folder)
+        save_folder(model, folder, self.model.name, operator=operator, weights=weights)
 
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""

@@ -19,7 +19,7 @@ from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import require
-from torchcram.experiments.models.text import build_text_model, load_tokenizer
+from torchcram.experiments.models.text import build_text_model, load_tokenizer, save_folder
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import FinetuneDefaults, Score, Task, autocast
 from torchcram.passes import eval_mode
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torchcram.experiments.data.text.datasets import Texts, TextSet
     from torchcram.experiments.data.text.formats import TextFormat
+    from torchcram.weights import Weights
 
 FINETUNE_EPOCHS, FINETUNE_LR = 2, 5e-5
 CLOSE = 1e-3  # scores in float32 differ by less if only the padding differs
@@ -147,11 +148,16 @@ class TextTask(Task):
         batches = TextBatches(data.test, batch_size=size, device="cpu", seed=0, train=False)
         return batches.at(chosen, int(lengths[chosen].max()))[0]
 
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+    def save_pretrained(
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        operator: str | None = None,
+        weights: Weights | None = None,
+    ) -> None:
         """Writes the model and its tokenizer as `from_pretrained` of Transformers loads them."""
-        inner: Any = model.model
-        inner.save_pretrained(folder)
-        load_tokenizer(self.model.name).save_pretrained(folder)
+        save_folder(model, folder, self.model.name, operator=operator, weights=weights)
 
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""
