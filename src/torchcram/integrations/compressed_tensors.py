@@ -89,7 +89,7 @@ def save_compressed_tensors(
             state[f"{layer}.{part}"] = tensor
     folder = Path(folder)
     model.save_pretrained(folder, state_dict=state)
-    _check_names(folder, group_sizes)
+    _check_files(folder, len(group_sizes))
     _add_to_config(folder, _quantization_config(model, quantize.bits, group_sizes))
 
 
@@ -172,19 +172,21 @@ def _pack_weight(name: str, weight: Tensor, bits: int, group_size: int | None) -
     }
 
 
-def _check_names(folder: Path, layers: dict[str, int | None]) -> None:
-    """Raises ValueError unless the files of a folder have the packed weights of all layers."""
+def _check_files(folder: Path, layers: int) -> None:
+    """Raises ValueError unless the files of a folder have the packed weights of all layers.
+
+    Transformers may have saved them under other names, which it turns back when it loads them.
+    """
     from safetensors import safe_open
 
-    names: set[str] = set()
+    written = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    missing = [layer for layer in layers if f"{layer}.{PACKED}" not in names]
-    if missing:
+            written += sum(name.endswith(f".{PACKED}") for name in file.keys())  # noqa: SIM118
+    if written != layers:
         raise ValueError(
-            f"{METHOD}: Transformers saves {list_names(missing)} under other names, which is not "
-            "supported"
+            f"{METHOD}: Transformers saved the packed weights of {written} layers instead of "
+            f"{layers}"
         )
 
 
