@@ -59,6 +59,7 @@ CHAINS = ("tests/operators/test_chain.py",)
 PARTS = ("tests/test_split_batch.py",)
 TRANSFORMERS = ("tests/integrations/test_transformers.py",)
 LIGHTNING = ("tests/integrations/test_lightning.py",)
+PACKED = ("tests/integrations/test_compressed_tensors.py",)
 EQUATIONS = ("tests/baselines/test_equations.py",)
 HELD_MASK = ("tests/baselines/test_held_mask.py",)
 PROTOCOL = ("tests/baselines/test_protocol.py",)
@@ -212,6 +213,25 @@ MUTANTS = [
         "pass",
         LIGHTNING,
     ),
+    Mutant(
+        "integrations/compressed_tensors.py",
+        "torch.where(codes == lowest, 0, codes)",
+        "codes",
+        PACKED,
+    ),
+    Mutant(
+        "integrations/compressed_tensors.py",
+        "key=lambda size: size is not None",
+        "key=lambda size: size is None",
+        PACKED,
+    ),
+    Mutant(
+        "integrations/compressed_tensors.py",
+        "missing = -columns % (32 // bits)",
+        "missing = 0",
+        PACKED,
+    ),
+    Mutant("integrations/compressed_tensors.py", "if len(shared) > 1:", "if False:", PACKED),
     Mutant("baselines/base.py", "self._undo.push(self._backup.restore)", "pass", PROTOCOL),
     Mutant("baselines/base.py", "            self.steps += 1\n", "            pass\n", EQUATIONS),
     Mutant(

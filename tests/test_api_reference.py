@@ -20,6 +20,7 @@ MODULES = [
     "torchcram.baselines",
     "torchcram.integrations.lightning",
     "torchcram.integrations.transformers",
+    "torchcram.integrations.compressed_tensors",
     "torchcram.integrations.peft",
 ]
 

@@ -125,6 +125,10 @@ def test_a_full_disk_leaves_the_earlier_file(run):
             "allowed only with --format torchcram",
         ),
         (["--format", "transformers"], "convnet-digits is not a model of Transformers"),
+        (
+            ["--to", "int8", "--format", "compressed-tensors"],
+            "--format compressed-tensors: convnet-digits is not a model of Transformers",
+        ),
         (["--to", "top:0.5"], "cannot read 'top:0.5'"),
         (["--to", "int4", "--to", "int4"], "every operator once"),
     ],

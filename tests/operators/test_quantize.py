@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcram import Chain, GlobalTopK, Quantize, compressible_weights
+from torchcram import NM, Chain, GlobalTopK, Quantize, compressible_weights
+from torchcram.operators.quantize import quantizer_of
 
 
 def by_formula(row, bits):
@@ -114,3 +115,11 @@ def test_empty_weights_stay_as_they_are(shape, size):
     assert Quantize(4, size).compress_(weights) is None
     assert weights["empty"].shape == shape
     assert not torch.equal(weights["w"], before)
+
+
+def test_the_last_quantizer_of_a_chain_counts():
+    chain = Chain(Chain(Quantize(8), NM(2, 4)), Quantize(4, 16))
+    assert quantizer_of(chain) == Quantize(4, 16)
+    assert quantizer_of(Chain(Quantize(8), NM(2, 4))) == Quantize(8)
+    assert quantizer_of(Chain(GlobalTopK(0.5), NM(2, 4))) is None
+    assert quantizer_of(None) is None

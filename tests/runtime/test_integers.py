@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcram import NM, Chain, GlobalTopK, Quantize, compressible_weights
+from torchcram import Chain, GlobalTopK, Quantize, compressible_weights
 from torchcram.layers import LayerWeights
-from torchcram.runtime.integers import find_integers, quantizer_of
+from torchcram.runtime.integers import find_integers
 
 LAYERS = {
     "linear": lambda: nn.Linear(12, 5),
@@ -94,11 +94,3 @@ def test_half_precision_is_refused():
     weights = compressible_weights(nn.Sequential(nn.Linear(16, 8)).bfloat16())
     with pytest.raises(ValueError, match=r"'0\.weight' is torch\.bfloat16"):
         find_integers(weights, "0.weight", Quantize(8))
-
-
-def test_the_last_quantizer_of_a_chain_counts():
-    chain = Chain(Chain(Quantize(8), NM(2, 4)), Quantize(4, 16))
-    assert quantizer_of(chain) == Quantize(4, 16)
-    assert quantizer_of(Chain(Quantize(8), NM(2, 4))) == Quantize(8)
-    assert quantizer_of(Chain(GlobalTopK(0.5), NM(2, 4))) is None
-    assert quantizer_of(None) is None

@@ -39,7 +39,8 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Format of the files: torchcram, safetensors, transformers or onnx.",
+            help="Format of the files: torchcram, safetensors, transformers, compressed-tensors or "
+            "onnx.",
         ),
     ] = "torchcram",
     values: Annotated[
@@ -70,6 +71,7 @@ def export(
     """Compress a trained model and write files to deploy, which include the measured accuracy.
 
     The format torchcram is the compact one; the others store the same weights, zeros included.
+    With compressed-tensors and onnx, quantized weights are stored as integers.
     """
     with errors_in_a_line():
         from torchcram.cli.output import result_output, show
@@ -81,11 +83,11 @@ def export(
 
         check_targets(to)
         with usage():
-            check_options(kind, values, embeddings)
+            check_options(kind, values, embeddings, to or ())
         where = find_device(device)
         trained = load_trained(run, where)
-        check_export(trained, kind, values, embeddings)
         targets = to or list(trained.recipe.compress.to)
+        check_export(trained, kind, values, embeddings, targets)
         images = load(trained.recipe, data, download=download)
         with result_output(json) as write:
             with watching() as watch:

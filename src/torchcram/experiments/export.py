@@ -22,6 +22,7 @@ from torchcram.experiments.io.weights import save_model
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.experiments.recipe.overrides import with_targets
 from torchcram.experiments.results_store import as_result, require_same_data
+from torchcram.integrations.compressed_tensors import check_layers, read_quantizer
 from torchcram.pruners import parse_pruner
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ ENDINGS = {  # file name endings by format
     "torchcram": ".torchcram.safetensors",
     "safetensors": ".safetensors",
     "transformers": "",
+    "compressed-tensors": ".compressed-tensors",
     "onnx": ".onnx",
 }
 FORMATS = tuple(ENDINGS)
+FOLDERS = ("transformers", "compressed-tensors")  # formats that `from_pretrained` loads
 VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLES = 4  # number of samples on which an ONNX file is compared with the model
 
@@ -57,8 +60,19 @@ class Exported:
     target: TargetResult
 
 
-def check_options(kind: str, values: str | None, embeddings: str | None) -> None:
+def check_options(
+    kind: str,
+    values: str | None,
+    embeddings: str | None,
+    targets: Sequence[str] = (),
+) -> None:
     """Raises ValueError for options of `export` that do not exist or do not go together.
+
+    Args:
+        kind: Format.
+        values: Type that weights are rounded to unless they are quantized.
+        embeddings: Quantizer of the tables of embeddings.
+        targets: Operators as text.
 
     Raises:
         ValueError: If an option is not allowed; the message names what is.
@@ -70,23 +84,39 @@ def check_options(kind: str, values: str | None, embeddings: str | None) -> None
     for option, value in (("values", values), ("embeddings", embeddings)):
         if value is not None and kind != "torchcram":
             raise ValueError(f"--{option} {value}: allowed only with --format torchcram")
+    if kind == "compressed-tensors":
+        for target in targets:
+            read_quantizer(target)
 
 
 def check_export(
-    trained: Trained, kind: str, values: str | None, embeddings: str | None = None
+    trained: Trained,
+    kind: str,
+    values: str | None,
+    embeddings: str | None = None,
+    targets: Sequence[str] = (),
 ) -> None:
     """Raises ValueError for an export that is not possible, before anything is computed.
+
+    Args:
+        trained: Finished training.
+        kind: Format.
+        values: Type that weights are rounded to unless they are quantized.
+        embeddings: Quantizer of the tables of embeddings.
+        targets: Operators as text.
 
     Raises:
         ValueError: If it is not possible; the message names what is allowed.
     """
-    check_options(kind, values, embeddings)
+    check_options(kind, values, embeddings, targets)
     if embeddings is not None:
         round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
-    if kind == "transformers" and not trained.recipe.build_task().is_transformers:
+    if kind in FOLDERS and not trained.recipe.build_task().is_transformers:
         raise ValueError(
-            f"--format transformers: {trained.recipe.model.name} is not a model of Transformers"
+            f"--format {kind}: {trained.recipe.model.name} is not a model of Transformers"
         )
+    if kind == "compressed-tensors":
+        check_layers(trained.model, target_weights(trained.recipe, trained.model))
 
 
 def export(
@@ -110,7 +140,7 @@ def export(
         data: Dataset that it was trained and tested on.
         to: Folder that the files are written to; `global:0.9` becomes
             `global-0.9.torchcram.safetensors`, `global-0.9.safetensors`, `global-0.9` or
-            `global-0.9.onnx`.
+            `global-0.9.onnx`, and `int8` the folder `int8.compressed-tensors`.
         targets: Operators as text.
         kind: Format, one of `FORMATS`.
         values: Type that weights are rounded to unless they are quantized, one of `VALUES`. The
@@ -123,7 +153,7 @@ def export(
     Returns:
         The scores, and the files.
     """
-    check_export(trained, kind, values, embeddings)
+    check_export(trained, kind, values, embeddings, targets)
     rounding: dict[str, Any] = {
         "values": None if values is None else VALUES[values],
         "embeddings": embeddings,
@@ -170,9 +200,12 @@ def _write(
     if kind == "safetensors":
         save_model(model, path)
         return
-    if kind == "transformers":
+    if kind in FOLDERS:
+        options: dict[str, Any] = {}
+        if kind == "compressed-tensors":
+            options = {"operator": operator, "weights": target_weights(trained.recipe, model)}
         with folder_written_aside(path) as aside:
-            trained.recipe.build_task().save_pretrained(model, aside)
+            trained.recipe.build_task().save_pretrained(model, aside, **options)
         return
     from torchcram.runtime.onnx import export_onnx
 

@@ -1,1 +1,1 @@
-"""CrAM in the training loops of other frameworks, which are imported only when used."""
+"""CrAM in the training loops and file formats of other frameworks, imported only when used."""

@@ -100,6 +100,12 @@ class Quantize(Operator):
         return f"int{self.bits}" + (f":g{self.group_size}" if self.group_size else "")
 
 
+def quantizer_of(operator: Operator | None) -> Quantize | None:
+    """Returns the last quantizer in an operator, or None."""
+    parts = () if operator is None else operator.parts
+    return next((part for part in reversed(parts) if isinstance(part, Quantize)), None)
+
+
 @functools.cache
 def _warn_whole_channels(operator: Quantize, names: tuple[str, ...]) -> None:
     warn_caller(

@@ -15,7 +15,6 @@ from torchcram.operators import Quantize
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchcram.operators import Operator
     from torchcram.weights import LayerWeights
 
 
@@ -44,12 +43,6 @@ class Integers(NamedTuple):
         """Returns the integers with an additional first dimension of 1."""
         scale = self.scale.unsqueeze(0) if self.block else self.scale
         return Integers(self.values.unsqueeze(0), scale, 1 + self.axis, self.block)
-
-
-def quantizer_of(operator: Operator | None) -> Quantize | None:
-    """Returns the last quantizer in an operator, or None."""
-    parts = () if operator is None else operator.parts
-    return next((part for part in reversed(parts) if isinstance(part, Quantize)), None)
 
 
 @torch.no_grad()

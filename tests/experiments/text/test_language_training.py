@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ from safetensors.torch import load_file
 from tiny_language import LENGTH, RECIPE, SETTINGS, causal_folder, text_folder
 from torch.nn import functional as F  # noqa: N812
 
+from torchcram import artifact
 from torchcram.experiments.bench.record import read_bench
 from torchcram.experiments.bench.run import Files
 from torchcram.experiments.data.text import blocks
 from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.export import check_export
+from torchcram.experiments.models.causal import build_causal_model
 from torchcram.experiments.ranks import Shard
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
@@ -26,6 +30,7 @@ from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.steps import EagerStep, Objective, distillation_loss
 from torchcram.experiments.training.trainer import _Epochs, load_trained
+from torchcram.integrations.compressed_tensors import pack_words
 
 pytestmark = pytest.mark.usefixtures("_here")
 CPU = torch.device("cpu")
@@ -271,6 +276,55 @@ def test_files_hold_the_compressed_model(kind, finished, paragraphs, capfd):
         tokens.shape[1] + 3,
     )
     assert ours.model(tokens).shape == model(tokens).logits.shape
+
+
+def test_packed_integers_are_those_of_the_compressed_model(finished, paragraphs):
+    words = ["export", finished[0], "--to", "uniform:0.5+int4:g8", "--data", paragraphs]
+    succeed(*words, "--out", "files")
+    succeed(*words, "--out", "files", "--format", "compressed-tensors")
+    weight = artifact.load("files/uniform-0.5-int4-g8.torchcram.safetensors")[UP]
+    folder = Path("files/uniform-0.5-int4-g8.compressed-tensors")
+    state = load_file(folder / "model.safetensors")
+    layer = UP.removeprefix("model.").removesuffix(".weight")
+    scale = state[f"{layer}.weight_scale"].repeat_interleave(8, 1)
+    integers = (weight / scale).round().to(torch.int8)
+    assert torch.equal(integers * scale, weight)
+    assert torch.equal(state[f"{layer}.weight_packed"], pack_words(integers, 4))
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["model.embed_tokens", "lm_head"]
+    assert (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message", "code"),
+    [
+        (["uniform:0.5"], "uniform:0.5 does not quantize; allowed are int2, int4 and int8", 2),
+        (["int8", "int3"], "int3 has integers of 3 bits; allowed are int2, int4 and int8", 2),
+        ([], "uniform:0.5 does not quantize", 1),  # a target of the recipe
+    ],
+)
+def test_targets_that_cannot_be_packed_are_refused(targets, message, code, finished, paragraphs):
+    words = [word for target in targets for word in ("--to", target)]
+    words += ["--format", "compressed-tensors", "--data", paragraphs, "--out", "files"]
+    assert message in fail("export", finished[0], *words, code=code)
+    assert not Path("files").exists()
+
+
+def test_layers_that_cannot_be_packed_are_refused(finished, tmp_path):
+    model = build_causal_model(str(causal_folder(tmp_path, "GPT2")), pretrained=True)
+    trained = replace(load_trained(finished[0], CPU), model=model)
+    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn\.weight .* of type Conv1D; only"):
+        check_export(trained, "compressed-tensors", None, targets=["int8"])
+
+
+def test_an_error_leaves_no_packed_folder(finished, paragraphs, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchcram.integrations.compressed_tensors._add_to_config", full)
+    words = ["--to", "int8", "--format", "compressed-tensors", "--data", paragraphs]
+    fail("export", finished[0], *words, "--out", "files", code=1)
+    assert list(Path("files").iterdir()) == []
 
 
 def test_an_onnx_file_takes_any_number_of_tokens(finished, paragraphs):

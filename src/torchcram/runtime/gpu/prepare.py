@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.operators import as_operator
+from torchcram.operators.quantize import quantizer_of
 from torchcram.runtime.gpu.layers import (
     DTYPES,
     Int4Linear,
@@ -22,7 +23,7 @@ from torchcram.runtime.gpu.layers import (
     why_not_int8,
     why_not_sparse,
 )
-from torchcram.runtime.integers import find_integers, quantizer_of
+from torchcram.runtime.integers import find_integers
 from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
 

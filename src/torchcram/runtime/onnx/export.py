@@ -23,13 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torchcram.files import written_aside
 from torchcram.operators import as_operator
 from torchcram.operators.parse import parse_without_pruners
+from torchcram.operators.quantize import quantizer_of
 from torchcram.passes import eval_mode
-from torchcram.runtime.integers import (
-    find_integers,
-    find_quantizer,
-    quantizer_of,
-    stored_bits,
-)
+from torchcram.runtime.integers import find_integers, find_quantizer, stored_bits
 from torchcram.runtime.onnx.graph import (
     Stored,
     name_outputs,
