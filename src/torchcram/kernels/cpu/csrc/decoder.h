@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <initializer_list>
 #include <new>
 
 #if defined(TORCHCRAM_AVX512)
@@ -27,30 +28,46 @@ constexpr int64_t kRowsPerItem = 32;
 
 constexpr int64_t padded(int64_t inner) { return (inner + kMaskBits - 1) / kMaskBits * kMaskBits; }
 
-// Vectors that matrices are multiplied with: floats, padded with zeros to whole masks. For values
-// in 8 bits on machines with the instructions for it, also magnitudes in 7 bits, bits that mark
-// negative numbers, and a scale for every 64 numbers.
+// Vectors that matrices are multiplied with: floats, padded with zeros to whole masks, and what
+// `arrange` makes of them for matrices of some kinds.
 struct Inputs {
   const float* x;
   int64_t stride;
-  uint8_t* magnitudes;
-  uint64_t* negative;
+  // For bfloat16: of every 32 numbers, those at even positions and then those at odd positions.
+  float* halves;
+  // For 8 bits: numbers rounded to [-127, 127] with a scale for every 64, and -128 times the sum of
+  // every four.
+  int8_t* bytes;
+  int32_t* offsets;
   float* scales;
 };
 
 #if defined(TORCHCRAM_AVX512)
 
-bool can_multiply_bytes() {
-  static const bool can =
+#define TORCHCRAM_VBMI2 __attribute__((target("avx512vbmi2,avx512vnni")))
+
+// Whether there are instructions that expand values of 8 and 16 bits and multiply bytes.
+bool has_vbmi2() {
+  static const bool has =
       __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni");
-  return can;
+  return has;
 }
 
-// Rounds `count` vectors; NaN and infinities make the scale of their 64 numbers not finite.
-void round_inputs(const Inputs& in, int64_t count) {
-  const int64_t groups = in.stride / kMaskBits;
-  for (int64_t g = 0; g < count * groups; ++g) {
+void split_halves(const Inputs& in, int64_t count) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  for (int64_t i = 0; i < count * in.stride; i += 32) {
+    const __m512 a = (__m512)load(in.x + i), b = (__m512)load(in.x + i + 16);
+    store(in.halves + i, (Vector)_mm512_permutex2var_ps(a, even, b));
+    store(in.halves + i + 16, (Vector)_mm512_permutex2var_ps(a, odd, b));
+  }
+}
+
+// NaN and infinities make the scale of their 64 numbers not finite.
+TORCHCRAM_VBMI2 void round_inputs(const Inputs& in, int64_t count) {
+  for (int64_t g = 0; g < count * in.stride / kMaskBits; ++g) {
     const float* x = in.x + g * kMaskBits;
+    int8_t* bytes = in.bytes + g * kMaskBits;
     Ints most{};
     for (int i = 0; i < kMaskBits; i += 16) most = maximum(most, (Ints)absolute(load(x + i)));
     const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
@@ -58,93 +75,180 @@ void round_inputs(const Inputs& in, int64_t count) {
     memcpy(&top, &bits, sizeof top);
     in.scales[g] = top / 127.0f;
     const Vector factor = broadcast(top > 0.0f ? 127.0f / top : 0.0f);
-    uint64_t negative = 0;
     for (int i = 0; i < kMaskBits; i += 16) {
       const __m512i q = _mm512_cvtps_epi32((__m512)(load(x + i) * factor));
-      negative |= uint64_t(_mm512_movepi32_mask(q)) << i;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(in.magnitudes + g * kMaskBits + i),
-                       _mm512_cvtepi32_epi8(_mm512_abs_epi32(q)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm512_cvtepi32_epi8(q));
     }
-    in.negative[g] = negative;
+    const __m512i zero = _mm512_setzero_si512();
+    const __m512i sums =
+        _mm512_dpbusd_epi32(zero, _mm512_set1_epi8(-128), _mm512_loadu_si512(bytes));
+    _mm512_storeu_si512(in.offsets + g * 16, _mm512_sub_epi32(zero, sums));
   }
 }
 
-template <int T, bool Masked>
-__attribute__((target("avx512vbmi2,avx512vnni"))) void multiply_bytes(const RowMatrix& m,
-                                                                      const Inputs& in, int64_t row,
-                                                                      float* sums) {
-  const int64_t groups = in.stride / kMaskBits;
-  const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
-  const char* values = static_cast<const char*>(m.values) + m.starts[row];
-  __m512 total[T];
-  for (int t = 0; t < T; ++t) total[t] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g) {
-    __m512i w = _mm512_loadu_si512(values);
-    if (Masked) {
-      w = _mm512_maskz_expand_epi8(masks[g], w);
-      values += __builtin_popcountll(masks[g]);
-    } else {
-      values += kMaskBits;
-    }
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      const int64_t at = t * groups + g;
-      const __m512i x = _mm512_loadu_si512(in.magnitudes + at * kMaskBits);
-      const __m512i signed_w = _mm512_mask_sub_epi8(w, in.negative[at], _mm512_setzero_si512(), w);
-      const __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), x, signed_w);
-      total[t] =
-          _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_set1_ps(in.scales[at]), total[t]);
-    }
-  }
-  for (int t = 0; t < T; ++t) sums[t] = _mm512_reduce_add_ps(total[t]);
+// Prepares `count` vectors for matrices of the kinds whose bits are set.
+void arrange(const Inputs& in, int64_t count, unsigned kinds) {
+  if (!has_vbmi2()) return;
+  if (kinds & (1u << kBfloats)) split_halves(in, count);
+  if (kinds & (1u << kBytes)) round_inputs(in, count);
 }
 
-// The next values of a mask as 16 floats, zero where the mask has no bit.
-template <int Kind>
-TORCHCRAM_INLINE Vector expand(const char*& values, __mmask16 mask) {
-  const int count = __builtin_popcount(mask);
-  if (Kind == kFloats) {
-    const __m512 w = _mm512_maskz_expand_ps(mask, _mm512_loadu_ps(values));
-    values += 4 * count;
-    return (Vector)w;
+// Values and masks of R neighbouring rows.
+template <int R>
+struct RowReader {
+  const uint64_t* masks;
+  const char* values[R];
+  int64_t groups;
+  RowReader(const RowMatrix& m, const Inputs& in, int64_t row) : groups(in.stride / kMaskBits) {
+    masks = m.masks ? m.masks + row * groups : nullptr;
+    for (int r = 0; r < R; ++r) values[r] = static_cast<const char*>(m.values) + m.starts[row + r];
   }
-  if (Kind == kBfloats) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
-    const __m512i w = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-    values += 2 * count;
-    return (Vector)_mm512_maskz_expand_epi32(mask, w);
-  }
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-  const __m512i w = _mm512_maskz_expand_epi32(mask, _mm512_cvtepi8_epi32(bytes));
-  values += count;
-  return (Vector)_mm512_cvtepi32_ps(w);
+};
+
+// A register of some value that the compiler does not know. Values are expanded into it: on Zen 4
+// that takes half as long as expansion with zero masking.
+TORCHCRAM_INLINE __m512i opaque(__m512i value) {
+  asm("" : "+v"(value));
+  return value;
 }
 
-template <int T, int Kind>
-void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
-  const int64_t groups = in.stride / kMaskBits;
-  const uint64_t* masks = m.masks ? m.masks + row * groups : nullptr;
-  const char* values = static_cast<const char*>(m.values) + m.starts[row];
-  Vector total[T][4] = {};
-  for (int64_t g = 0; g < groups; ++g) {
-    const uint64_t mask = masks ? masks[g] : ~uint64_t(0);
+// A weight w is multiplied as w + 128, which is not negative, and the offsets make up for it.
+template <int T, int R, bool Masked>
+TORCHCRAM_VBMI2 void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row,
+                                    float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i middle = opaque(_mm512_set1_epi8(-128));
+  __m512 total[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < rows.groups; ++g) {
 #pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part) {
-      const Vector w = expand<Kind>(values, __mmask16(mask >> (16 * part)));
+    for (int r = 0; r < R; ++r) {
+      __m512i w = _mm512_xor_si512(middle, _mm512_loadu_si512(rows.values[r]));
+      if (Masked) {
+        const uint64_t mask = rows.masks[r * rows.groups + g];
+        w = _mm512_mask_expand_epi8(middle, mask, w);
+        rows.values[r] += __builtin_popcountll(mask);
+      } else {
+        rows.values[r] += kMaskBits;
+      }
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t)
-        total[t][part] += w * load(in.x + t * in.stride + g * kMaskBits + 16 * part);
+      for (int t = 0; t < T; ++t) {
+        const int64_t at = t * rows.groups + g;
+        const __m512i products = _mm512_dpbusd_epi32(
+            _mm512_loadu_si512(in.offsets + at * 16), w, _mm512_loadu_si512(in.bytes + at * 64));
+        total[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_set1_ps(in.scales[at]),
+                                      total[r][t]);
+      }
     }
   }
-  for (int t = 0; t < T; ++t)
-    sums[t] =
-        _mm512_reduce_add_ps((__m512)((total[t][0] + total[t][1]) + (total[t][2] + total[t][3])));
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+}
+
+template <int T, int R, bool Masked>
+TORCHCRAM_VBMI2 void multiply_halves(const RowMatrix& m, const Inputs& in, int64_t row,
+                                     float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i zero = opaque(_mm512_setzero_si512());
+  const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
+  __m512 total[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < rows.groups; ++g) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const uint64_t mask = Masked ? rows.masks[r * rows.groups + g] : 0;
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part) {
+        __m512i w = _mm512_loadu_si512(rows.values[r]);
+        if (Masked) {
+          w = _mm512_mask_expand_epi16(zero, __mmask32(mask >> (32 * part)), w);
+          rows.values[r] += 2 * __builtin_popcount(uint32_t(mask >> (32 * part)));
+        } else {
+          rows.values[r] += 64;
+        }
+        const __m512 even = (__m512)_mm512_slli_epi32(w, 16);
+        const __m512 odd = (__m512)_mm512_and_si512(w, high);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const float* x = in.halves + t * in.stride + g * kMaskBits + 32 * part;
+          total[r][t] = _mm512_fmadd_ps(even, _mm512_loadu_ps(x), total[r][t]);
+          total[r][t] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(x + 16), total[r][t]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+}
+
+// The next 16 values of a row as floats, or those of a mask and zeros in between.
+template <int Kind, bool Masked>
+TORCHCRAM_INLINE __m512 next_values(const char*& values, __mmask16 mask, __m512i zero) {
+  __m512i w;
+  if (Kind == kFloats)
+    w = _mm512_loadu_si512(values);
+  else if (Kind == kBfloats)
+    w = _mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))), 16);
+  else
+    w = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+  constexpr int bytes = Kind == kFloats ? 4 : Kind == kBfloats ? 2 : 1;
+  values += bytes * (Masked ? __builtin_popcount(mask) : 16);
+  if (Masked) w = _mm512_mask_expand_epi32(zero, mask, w);
+  return Kind == kBytes ? _mm512_cvtepi32_ps(w) : (__m512)w;
+}
+
+template <int T, int R, int Kind, bool Masked>
+void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i zero = opaque(_mm512_setzero_si512());
+  __m512 total[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < rows.groups; ++g) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const uint64_t mask = Masked ? rows.masks[r * rows.groups + g] : 0;
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const __m512 w =
+            next_values<Kind, Masked>(rows.values[r], __mmask16(mask >> (16 * part)), zero);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const float* x = in.x + t * in.stride + g * kMaskBits + 16 * part;
+          total[r][t] = _mm512_fmadd_ps(w, _mm512_loadu_ps(x), total[r][t]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+}
+
+template <int T, int R, bool Masked>
+void multiply_kind(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  if (m.kind == kFloats) return multiply_floats<T, R, kFloats, Masked>(m, in, row, sums);
+  if (m.kind == kBfloats) {
+    if (has_vbmi2()) return multiply_halves<T, R, Masked>(m, in, row, sums);
+    return multiply_floats<T, R, kBfloats, Masked>(m, in, row, sums);
+  }
+  if (has_vbmi2()) return multiply_bytes<T, R, Masked>(m, in, row, sums);
+  multiply_floats<T, R, kBytes, Masked>(m, in, row, sums);
+}
+
+template <int T, int R>
+void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  if (m.masks)
+    multiply_kind<T, R, true>(m, in, row, sums);
+  else
+    multiply_kind<T, R, false>(m, in, row, sums);
 }
 
 #else
 
-bool can_multiply_bytes() { return false; }
-void round_inputs(const Inputs&, int64_t) {}
+void arrange(const Inputs&, int64_t, unsigned) {}
 
 template <int Kind>
 TORCHCRAM_INLINE float value_at(const char* values, int64_t index) {
@@ -177,29 +281,39 @@ void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* s
   for (int t = 0; t < T; ++t) sums[t] = total[t];
 }
 
+template <int T, int R>
+void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  for (int r = 0; r < R; ++r) {
+    if (m.kind == kFloats)
+      multiply_floats<T, kFloats>(m, in, row + r, sums[r]);
+    else if (m.kind == kBfloats)
+      multiply_floats<T, kBfloats>(m, in, row + r, sums[r]);
+    else
+      multiply_floats<T, kBytes>(m, in, row + r, sums[r]);
+  }
+}
+
 #endif
 
-// Multiplies rows with T vectors and adds the bias; sums[t * stride + row].
+// Multiplies R neighbouring rows with T vectors and adds the bias; sums[t * stride + row].
+template <int T, int R>
+TORCHCRAM_INLINE void multiply_some(const RowMatrix& m, const Inputs& in, int64_t row, float* sums,
+                                    int64_t stride) {
+  float sum[R][T];
+  multiply_neighbours<T, R>(m, in, row, sum);
+  for (int r = 0; r < R; ++r) {
+    const float scale = m.scales ? m.scales[row + r] : 1.0f;
+    const float bias = m.bias ? m.bias[row + r] : 0.0f;
+    for (int t = 0; t < T; ++t) sums[t * stride + row + r] = sum[r][t] * scale + bias;
+  }
+}
+
 template <int T>
 void multiply_rows(const RowMatrix& m, const Inputs& in, int64_t first, int64_t last, float* sums,
                    int64_t stride) {
-  const bool bytes = m.kind == kBytes && can_multiply_bytes();
-  for (int64_t row = first; row < last; ++row) {
-    float sum[T];
-    if (bytes) {
-#if defined(TORCHCRAM_AVX512)
-      (m.masks ? multiply_bytes<T, true> : multiply_bytes<T, false>)(m, in, row, sum);
-#endif
-    } else if (m.kind == kFloats) {
-      multiply_floats<T, kFloats>(m, in, row, sum);
-    } else if (m.kind == kBfloats) {
-      multiply_floats<T, kBfloats>(m, in, row, sum);
-    } else {
-      multiply_floats<T, kBytes>(m, in, row, sum);
-    }
-    const float scale = m.scales ? m.scales[row] : 1.0f, bias = m.bias ? m.bias[row] : 0.0f;
-    for (int t = 0; t < T; ++t) sums[t * stride + row] = sum[t] * scale + bias;
-  }
+  int64_t row = first;
+  for (; row + 4 <= last; row += 4) multiply_some<T, 4>(m, in, row, sums, stride);
+  for (; row < last; ++row) multiply_some<T, 1>(m, in, row, sums, stride);
 }
 
 void multiply(const RowMatrix& m, const Inputs& in, int64_t count, int64_t first, int64_t last,
@@ -219,7 +333,7 @@ void multiply(const RowMatrix& m, const Inputs& in, int64_t count, int64_t first
 // Memory for the vectors of a product with up to `inner` inputs, in floats.
 size_t inputs_room(int64_t count, int64_t inner) {
   const size_t width = padded(inner) * count;
-  return width + width / 4 + width / kMaskBits * 3 + 64;  // floats, bytes, bits and scales
+  return 2 * width + width / 2 + width / kMaskBits + 64;
 }
 
 // Lays the vectors out in memory; the floats are to be written, their padding with zeros.
@@ -228,9 +342,10 @@ Inputs lay_out(float* memory, int64_t count, int64_t inner) {
   Inputs in;
   in.x = memory;
   in.stride = padded(inner);
-  in.negative = reinterpret_cast<uint64_t*>(memory + width);
-  in.scales = memory + width + width / kMaskBits * 2;
-  in.magnitudes = reinterpret_cast<uint8_t*>(memory + width + width / kMaskBits * 3 + 16);
+  in.halves = memory + width;
+  in.bytes = reinterpret_cast<int8_t*>(memory + 2 * width);
+  in.offsets = reinterpret_cast<int32_t*>(memory + 2 * width + width / 4);
+  in.scales = memory + 2 * width + width / 2;
   return in;
 }
 
@@ -476,20 +591,25 @@ void lead(const DecoderStep& step, Crew& crew) {
   work.key = memory += n * wide;
   work.value = memory + n * narrow;
   memcpy(work.x, step.input, n * d.hidden * sizeof(float));
-  const bool bytes = d.rounds && can_multiply_bytes();
+  unsigned kinds = 0;
+  for (int64_t i = 0; i < d.layers; ++i) {
+    const DecoderLayer& l = d.layer[i];
+    for (const RowMatrix* m : {&l.query, &l.key, &l.value, &l.out, &l.gate, &l.up, &l.down})
+      kinds |= 1u << m->kind;
+  }
   for (work.index = 0; work.index < d.layers; ++work.index) {
     work.layer = d.layer + work.index;
     normalize_all(work, work.layer->norm_before);
-    if (bytes) round_inputs(work.normed, n);
+    arrange(work.normed, n, kinds);
     crew.run(project, &work, items(wide) + 2 * items(narrow));
     remember(work);
     crew.run(attend, &work, n * d.heads);
-    if (bytes) round_inputs(work.attended, n);
+    arrange(work.attended, n, kinds);
     crew.run(project_back, &work, items(d.hidden));
     normalize_all(work, work.layer->norm_between);
-    if (bytes) round_inputs(work.normed, n);
+    arrange(work.normed, n, kinds);
     crew.run(gate_and_up, &work, items(d.middle));
-    if (bytes) round_inputs(work.middle, n);
+    arrange(work.middle, n, kinds);
     crew.run(project_down, &work, items(d.hidden));
   }
   for (int64_t s = 0; s < n; ++s)
@@ -542,7 +662,7 @@ void row_product(const RowMatrix& matrix, const float* x, int64_t count, float* 
   RowJob job{&matrix, lay_out(memory, count, matrix.inner), count, y};
   for (int64_t t = 0; t < count; ++t)
     memcpy(memory + t * job.in.stride, x + t * matrix.inner, matrix.inner * sizeof(float));
-  if (matrix.kind == kBytes && can_multiply_bytes()) round_inputs(job.in, count);
+  arrange(job.in, count, 1u << matrix.kind);
   parallel(multiply_item, &job, items(matrix.rows), threads);
 }
 
