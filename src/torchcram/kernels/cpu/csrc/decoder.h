@@ -24,7 +24,8 @@
 namespace torchcram {
 namespace {
 
-constexpr int64_t kRowsPerItem = 32;
+constexpr int64_t kMostItemRows = 128;  // rows that a thread takes at a time
+constexpr int64_t kRowsAhead = 8;       // rows whose values are fetched into the cache ahead of use
 
 constexpr int64_t padded(int64_t inner) { return (inner + kMaskBits - 1) / kMaskBits * kMaskBits; }
 
@@ -308,11 +309,30 @@ TORCHCRAM_INLINE void multiply_some(const RowMatrix& m, const Inputs& in, int64_
   }
 }
 
+// Fetches the values and masks of rows into the cache. They follow each other in memory, but
+// processors by themselves fetch ahead within a page only.
+TORCHCRAM_INLINE void prefetch_rows(const RowMatrix& m, const Inputs& in, int64_t first,
+                                    int64_t last) {
+  const auto fetch = [](const char* from, const char* to) {
+    for (; from < to; from += 64) __builtin_prefetch(from);
+  };
+  const char* values = static_cast<const char*>(m.values);
+  fetch(values + m.starts[first], values + m.starts[last]);
+  if (!m.masks) return;
+  const char* masks = reinterpret_cast<const char*>(m.masks);
+  const int64_t bytes = in.stride / 8;
+  fetch(masks + first * bytes, masks + last * bytes);
+}
+
 template <int T>
 void multiply_rows(const RowMatrix& m, const Inputs& in, int64_t first, int64_t last, float* sums,
                    int64_t stride) {
   int64_t row = first;
-  for (; row + 4 <= last; row += 4) multiply_some<T, 4>(m, in, row, sums, stride);
+  for (; row + 4 <= last; row += 4) {
+    const int64_t ahead = row + kRowsAhead;
+    if (ahead + 4 < last) prefetch_rows(m, in, ahead, ahead + 4);
+    multiply_some<T, 4>(m, in, row, sums, stride);
+  }
   for (; row < last; ++row) multiply_some<T, 1>(m, in, row, sums, stride);
 }
 
@@ -432,11 +452,28 @@ struct LayerWork {
   const DecoderStep* step;
   const DecoderLayer* layer;
   int64_t index;  // of the layer
+  int threads;
   Inputs normed, attended, middle;
   float *x, *query, *key, *value;  // x: [sequence][hidden]; the others: [sequence][head][feature]
 };
 
-int64_t items(int64_t rows) { return (rows + kRowsPerItem - 1) / kRowsPerItem; }
+// Rows of an item: two items for every thread, unless they would be very small or large.
+int64_t item_rows(int64_t rows, int threads) {
+  const int64_t even = (rows / (2 * threads) + 15) / 16 * 16;
+  return std::min(std::max(even, int64_t(16)), kMostItemRows);
+}
+
+int64_t items(int64_t rows, int threads) {
+  const int64_t each = item_rows(rows, threads);
+  return (rows + each - 1) / each;
+}
+
+struct Range {
+  int64_t first, last;
+  Range(int64_t rows, int threads, int64_t item)
+      : first(item * item_rows(rows, threads)),
+        last(std::min(first + item_rows(rows, threads), rows)) {}
+};
 
 float* floats(const Inputs& in) { return const_cast<float*>(in.x); }
 
@@ -466,14 +503,14 @@ void project(const void* data, int64_t item) {  // query, key and value
   const RowMatrix* matrices[] = {&work.layer->query, &work.layer->key, &work.layer->value};
   float* sums[] = {work.query, work.key, work.value};
   for (int i = 0; i < 3; ++i) {
-    const int64_t rows = matrices[i]->rows, count = items(rows);
+    const int64_t rows = matrices[i]->rows, count = items(rows, work.threads);
     if (item >= count) {
       item -= count;
       continue;
     }
-    const int64_t first = item * kRowsPerItem;
-    return multiply(*matrices[i], work.normed, work.step->sequences, first,
-                    std::min(first + kRowsPerItem, rows), sums[i], rows);
+    const Range range(rows, work.threads, item);
+    return multiply(*matrices[i], work.normed, work.step->sequences, range.first, range.last,
+                    sums[i], rows);
   }
 }
 
@@ -539,12 +576,13 @@ void attend(const void* data, int64_t item) {
 
 // x += W y, for the rows of an item.
 void add_product(const LayerWork& work, const RowMatrix& matrix, const Inputs& in, int64_t item) {
-  const int64_t first = item * kRowsPerItem, last = std::min(first + kRowsPerItem, matrix.rows);
-  float sums[kMostSequences * kRowsPerItem];
-  multiply(matrix, in, work.step->sequences, first, last, sums - first, kRowsPerItem);
+  const Range range(matrix.rows, work.threads, item);
+  float sums[kMostSequences * kMostItemRows];
+  multiply(matrix, in, work.step->sequences, range.first, range.last, sums - range.first,
+           kMostItemRows);
   for (int64_t s = 0; s < work.step->sequences; ++s)
-    for (int64_t row = first; row < last; ++row)
-      work.x[s * matrix.rows + row] += sums[s * kRowsPerItem + row - first];
+    for (int64_t row = range.first; row < range.last; ++row)
+      work.x[s * matrix.rows + row] += sums[s * kMostItemRows + row - range.first];
 }
 
 void project_back(const void* data, int64_t item) {
@@ -554,17 +592,17 @@ void project_back(const void* data, int64_t item) {
 
 void gate_and_up(const void* data, int64_t item) {
   const LayerWork& work = *static_cast<const LayerWork*>(data);
-  const int64_t first = item * kRowsPerItem, rows = work.layer->gate.rows;
-  const int64_t last = std::min(first + kRowsPerItem, rows), count = work.step->sequences;
-  float gates[kMostSequences * kRowsPerItem] = {}, ups[kMostSequences * kRowsPerItem] = {};
-  multiply(work.layer->gate, work.normed, count, first, last, gates - first, kRowsPerItem);
-  multiply(work.layer->up, work.normed, count, first, last, ups - first, kRowsPerItem);
+  const Range range(work.layer->gate.rows, work.threads, item);
+  const int64_t first = range.first, rows = range.last - first, count = work.step->sequences;
+  float gates[kMostSequences * kMostItemRows], ups[kMostSequences * kMostItemRows];
+  multiply(work.layer->gate, work.normed, count, first, range.last, gates - first, kMostItemRows);
+  multiply(work.layer->up, work.normed, count, first, range.last, ups - first, kMostItemRows);
   for (int64_t s = 0; s < count; ++s) {
-    float *gate = gates + s * kRowsPerItem, *up = ups + s * kRowsPerItem;
-    for (int64_t i = 0; i < kRowsPerItem; i += kLanes)
+    float *gate = gates + s * kMostItemRows, *up = ups + s * kMostItemRows;
+    for (int64_t i = rows; i % kLanes; ++i) gate[i] = up[i] = 0.0f;
+    for (int64_t i = 0; i < rows; i += kLanes)
       store(gate + i, silu(load(gate + i)) * load(up + i));
-    memcpy(floats(work.middle) + s * work.middle.stride + first, gate,
-           (last - first) * sizeof(float));
+    memcpy(floats(work.middle) + s * work.middle.stride + first, gate, rows * sizeof(float));
   }
 }
 
@@ -573,7 +611,7 @@ void project_down(const void* data, int64_t item) {
   add_product(work, work.layer->down, work.middle, item);
 }
 
-void lead(const DecoderStep& step, Crew& crew) {
+void lead(const DecoderStep& step, Crew& crew, int threads) {
   const Decoder& d = *step.decoder;
   const int64_t n = step.sequences, wide = d.heads * d.features,
                 narrow = d.memory_heads * d.features;
@@ -583,6 +621,7 @@ void lead(const DecoderStep& step, Crew& crew) {
   memset(memory, 0, room * sizeof(float));  // the padding of all vectors
   LayerWork work;
   work.step = &step;
+  work.threads = threads;
   work.normed = lay_out(memory, n, d.hidden);
   work.attended = lay_out(memory += rooms[0], n, wide);
   work.middle = lay_out(memory += rooms[1], n, d.middle);
@@ -601,16 +640,16 @@ void lead(const DecoderStep& step, Crew& crew) {
     work.layer = d.layer + work.index;
     normalize_all(work, work.layer->norm_before);
     arrange(work.normed, n, kinds);
-    crew.run(project, &work, items(wide) + 2 * items(narrow));
+    crew.run(project, &work, items(wide, threads) + 2 * items(narrow, threads));
     remember(work);
     crew.run(attend, &work, n * d.heads);
     arrange(work.attended, n, kinds);
-    crew.run(project_back, &work, items(d.hidden));
+    crew.run(project_back, &work, items(d.hidden, threads));
     normalize_all(work, work.layer->norm_between);
     arrange(work.normed, n, kinds);
-    crew.run(gate_and_up, &work, items(d.middle));
+    crew.run(gate_and_up, &work, items(d.middle, threads));
     arrange(work.middle, n, kinds);
-    crew.run(project_down, &work, items(d.hidden));
+    crew.run(project_down, &work, items(d.hidden, threads));
   }
   for (int64_t s = 0; s < n; ++s)
     normalize(work.x + s * d.hidden, d.norm, d.hidden, d.eps, step.output + s * d.hidden);
@@ -619,6 +658,7 @@ void lead(const DecoderStep& step, Crew& crew) {
 struct DecoderJob {
   const DecoderStep* step;
   Crew* crew;
+  int threads;
 };
 
 // The first task leads, and all others follow it.
@@ -629,13 +669,13 @@ void decoder_step(const void* data, int64_t task) {
     Crew* crew;
     ~Finish() { crew->finish(); }
   } finish{job.crew};
-  lead(*job.step, *job.crew);
+  lead(*job.step, *job.crew, job.threads);
 }
 
 // Runs the tasks of `count` threads, of which none waits for another to arrive.
 void decoder(const void* data, int threads) {
   Crew crew;
-  const DecoderJob job{static_cast<const DecoderStep*>(data), &crew};
+  const DecoderJob job{static_cast<const DecoderStep*>(data), &crew, threads};
   parallel(decoder_step, &job, threads, threads);
 }
 
@@ -645,13 +685,13 @@ struct RowJob {
   Inputs in;
   int64_t count;
   float* y;
+  int threads;
 };
 
 void multiply_item(const void* data, int64_t item) {
   const RowJob& job = *static_cast<const RowJob*>(data);
-  const int64_t first = item * kRowsPerItem, rows = job.matrix->rows;
-  multiply(*job.matrix, job.in, job.count, first, std::min(first + kRowsPerItem, rows), job.y,
-           rows);
+  const Range range(job.matrix->rows, job.threads, item);
+  multiply(*job.matrix, job.in, job.count, range.first, range.last, job.y, job.matrix->rows);
 }
 
 // y = x W^T + b for up to kMostSequences vectors.
@@ -659,11 +699,12 @@ void row_product(const RowMatrix& matrix, const float* x, int64_t count, float* 
   const size_t room = inputs_room(count, matrix.inner);
   float* memory = scratch(0, room);
   memset(memory, 0, room * sizeof(float));
-  RowJob job{&matrix, lay_out(memory, count, matrix.inner), count, y};
+  threads = std::max(threads, 1);
+  RowJob job{&matrix, lay_out(memory, count, matrix.inner), count, y, threads};
   for (int64_t t = 0; t < count; ++t)
     memcpy(memory + t * job.in.stride, x + t * matrix.inner, matrix.inner * sizeof(float));
   arrange(job.in, count, 1u << matrix.kind);
-  parallel(multiply_item, &job, items(matrix.rows), threads);
+  parallel(multiply_item, &job, items(matrix.rows, threads), threads);
 }
 
 }  // namespace
