@@ -263,7 +263,6 @@ def draw(curves: Curves, picture: Path = PICTURE) -> None:
     figure, grid = figures.new_figure(len(curves), 2, size=size, font_size=10)
     for (left, right), (panel, known) in zip(grid, curves.items(), strict=True):
         _draw_panel(left, right, PANELS[panel], known)
-    figures.add_legend(figure, grid[:, 0], loc="outside right upper", fontsize=9)
     plain = {
         panel: {method: asdict(curve) for method, curve in known.items()}
         for panel, known in curves.items()
@@ -276,6 +275,7 @@ def _draw_panel(left: Any, right: Any, panel: Panel, curves: Mapping[str, Curve]
     shift = 0.08  # for markers side by side where curves are equal
     for method, curve in curves.items():
         look = {**style(method).options, "markersize": 6, "linewidth": 1.5}
+        look["fillstyle"] = "none" if method.endswith(TUNED) else "full"
         equal = [name for name, other in curves.items() if other.passes == curve.passes]
         offset = shift * (equal.index(method) - (len(equal) - 1) / 2)
         x = [count + offset for count in range(1, len(curve.passes) + 1)]
@@ -297,6 +297,8 @@ def _draw_panel(left: Any, right: Any, panel: Panel, curves: Mapping[str, Curve]
     left.set_title(panel.title, fontsize=10, loc="left")
     for axis in (left, right):
         figures.add_grid(axis)
+    beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "fontsize": 9, "frameon": False}
+    right.legend(*left.get_legend_handles_labels(), **beside)
 
 
 def main(results: Path = RESULTS, picture: Path = PICTURE, page: Path = PAGE) -> None:
