@@ -11,8 +11,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Tensors = tuple[Tensor, ...] | list[Tensor]
-
 
 class WeightAverage(AveragedModel):
     """Averages weights w over the steps of a training, in the copy `module` of the model.
@@ -35,31 +33,35 @@ class WeightAverage(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, multi_avg_fn=self._average_, use_buffers=True)
+        super().__init__(model)
         self._decay = decay
-        averaged = {
-            id(statistic)
-            for layer in self.module.modules()
-            if isinstance(layer, _NormBase)
-            for statistic in (layer.running_mean, layer.running_var)
-        }
-        self._copied = [
-            name for name, value in self.module.named_buffers() if id(value) not in averaged
-        ]
+        self._averaged, self._copied = _tensors(self.module)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Takes the weights after another step into the average, without waiting for the device."""
-        super().update_parameters(model)
-        if self._copied:
-            ours, theirs = dict(self.module.named_buffers()), dict(model.named_buffers())
-            torch._foreach_copy_(
-                [ours[name] for name in self._copied], [theirs[name] for name in self._copied]
-            )
+        """Takes the weights after another step into the average.
 
-    def _average_(self, averages: Tensors, values: Tensors, _: Tensor | int) -> None:
-        """Averages tensors of the same dtype; counters are copied later."""
-        if averages[0].is_floating_point() or averages[0].is_complex():
-            steps = int(self.n_averaged)  # on the CPU, unlike the argument
-            decay = min(self._decay, (1 + steps) / (10 + steps))
-            get_ema_multi_avg_fn(decay)(averages, values, steps)
+        Unlike the method of the base class, it does not wait for the device.
+        """
+        steps = int(self.n_averaged)  # on the CPU
+        decay = min(self._decay, (1 + steps) / (10 + steps)) if steps else 0.0
+        averaged, copied = _tensors(model)
+        get_ema_multi_avg_fn(decay)(self._averaged, averaged, steps)
+        if copied:
+            torch._foreach_copy_(self._copied, copied)
+        self.n_averaged += 1
+
+
+def _tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters and buffers of a model that are averaged, and those copied."""
+    statistics = {
+        id(value)
+        for layer in model.modules()
+        if isinstance(layer, _NormBase)
+        for value in (layer.running_mean, layer.running_var)
+    }
+    averaged: list[Tensor] = list(model.parameters())
+    copied: list[Tensor] = []
+    for buffer in model.buffers():
+        (averaged if id(buffer) in statistics else copied).append(buffer)
+    return averaged, copied
