@@ -67,7 +67,12 @@ recipes = st.builds(
     st.builds(DataConfig, parts, st.sampled_from(AUGMENTS), st.integers(1, 999)),
     st.builds(ModelConfig, st.sampled_from(["resnet20", "torchvision/vgg11"])),
     st.builds(
-        TrainConfig, st.integers(9, 999), st.integers(1), st.sampled_from(PRECISIONS), fractions
+        TrainConfig,
+        st.integers(9, 999),
+        st.integers(1),
+        st.sampled_from(PRECISIONS),
+        fractions,
+        ema=st.none() | fractions.filter(bool),
     ),
     st.builds(OptimizerConfig, st.sampled_from(OPTIMIZERS), st.floats(0, 10), fractions, fractions),
     st.builds(ScheduleConfig, st.sampled_from(SCHEDULES), st.integers(0, 9)),
