@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.row_matrix import RoundedLinear
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
 
 
-def prepare_generation(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+def prepare_generation(
+    model: nn.Module, dtype: torch.dtype = torch.float32, *, share_weights: bool = False
+) -> nn.Module:
     """Returns a copy of a causal language model that generates fast on the CPU.
 
     Single tokens run through all layers in one call of the kernels, for up to four sequences at a
@@ -34,21 +37,67 @@ def prepare_generation(model: nn.Module, dtype: torch.dtype = torch.float32) -> 
         dtype: Type that weights are kept in for single tokens: torch.float32, torch.bfloat16, or
             torch.int8 with a scale for every output, as `int8` targets have it. With int8,
             activations are rounded to 8 bits, with a scale for every 64 of them.
+        share_weights: Whether prompts run with the weights of `model` itself instead of a copy of
+            them, which saves memory; they must not change afterwards.
 
     Raises:
         ValueError: If the model is of another kind; the message says what is missing.
         RuntimeError: If the kernels have not been built.
     """
-    kernels()  # raises if there are none, and says why
-    reason = _obstacle(model)
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} cannot generate in the kernels: {reason}")
+    _require_supported(model)
     from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
 
-    fast: Any = copy.deepcopy(model).eval().requires_grad_(False)
+    fast = _frozen_copy(model, share_weights=share_weights)
     fast.model = GeneratingDecoder(fast.model, dtype)
     fast.lm_head = FewTokens(fast.lm_head, dtype)
     return fast  # type: ignore[no-any-return]
+
+
+def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a model that computes prompts as `prepare_generation` computes single tokens.
+
+    Weights and activations are rounded as the kernels of this machine round them, in torch. The
+    model is as slow as the given one, and is for measuring what the rounding costs: perplexity is
+    measured on whole windows of text, which a prepared model runs with the weights as they are.
+
+    Args:
+        model: Model that `prepare_generation` takes; it stays unchanged, and its other weights are
+            shared.
+        dtype: Type that `prepare_generation` keeps weights in.
+
+    Raises:
+        ValueError: If the model is of another kind; the message says what is missing.
+        RuntimeError: If the kernels have not been built.
+    """
+    _require_supported(model)
+    rounded = _frozen_copy(model, share_weights=True)
+    owners = [(rounded, ("lm_head",))]
+    for layer in rounded.model.layers:
+        owners += [(layer.self_attn, _ATTENTION), (layer.mlp, _FEED_FORWARD)]
+    for owner, names in owners:
+        for name in names:
+            layer = getattr(owner, name)
+            setattr(owner, name, RoundedLinear(layer.weight, layer.bias, dtype))
+    return rounded  # type: ignore[no-any-return]
+
+
+def _require_supported(model: nn.Module) -> None:
+    """Raises an error if there are no kernels, or none for the model, that says why."""
+    kernels()
+    reason = _obstacle(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} cannot generate in the kernels: {reason}")
+
+
+def _frozen_copy(model: nn.Module, *, share_weights: bool) -> Any:  # noqa: ANN401
+    """Returns a copy in eval mode without gradients, with the same memory for weights or not."""
+    memo = {}
+    if share_weights:
+        memo = {
+            id(weight): nn.Parameter(weight.detach(), requires_grad=False)
+            for weight in model.parameters()
+        }
+    return copy.deepcopy(model, memo).eval().requires_grad_(False)
 
 
 def _obstacle(model: Any) -> str | None:  # noqa: ANN401
