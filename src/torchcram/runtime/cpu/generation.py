@@ -71,7 +71,7 @@ def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     _require_supported(model)
     rounded = _frozen_copy(model, share_weights=True)
-    owners = [(rounded, ("lm_head",))]
+    owners: list[tuple[Any, tuple[str, ...]]] = [(rounded, ("lm_head",))]
     for layer in rounded.model.layers:
         owners += [(layer.self_attn, _ATTENTION), (layer.mlp, _FEED_FORWARD)]
     for owner, names in owners:

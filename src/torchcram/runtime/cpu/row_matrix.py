@@ -183,7 +183,8 @@ def _rounded_activations(x: Tensor) -> Tensor:
     groups = nn.functional.pad(x, (0, -inputs % _BITS)).unflatten(-1, (-1, _BITS))
     top = groups.abs().amax(-1, keepdim=True)
     factor = torch.where(top == 0, 0, 127 / top)
-    return ((groups * factor).round() * (top / 127)).flatten(-2)[..., :inputs]
+    rounded: Tensor = (groups * factor).round() * (top / 127)
+    return rounded.flatten(-2)[..., :inputs]
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
