@@ -86,6 +86,11 @@ def test_an_engine_that_cannot_run_has_a_note(run, monkeypatch):
         (["--batch", 1, "--batch", 1], "each once"),
         (["--batch", 400], "'digits' has 1 to 360 test images"),
         (["--device", "tpu"], "--device tpu"),
+        (["--prompt", 5], "--prompt is for the generation of language models on a CPU"),
+        (["--tokens", 5], "--tokens is for the generation"),
+        (["--generation"], "--generation is for the generation"),
+        (["--engines", "torch,torchcram-int8"], "engine 'torchcram-int8'"),
+        (["--no-forward"], "nothing to measure"),
     ],
 )
 def test_bad_options_leave_nothing(run, arguments, said):

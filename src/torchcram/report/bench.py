@@ -181,6 +181,7 @@ def generation_tables(bench: Bench) -> Sequence[Table]:
 def _generation_table(bench: Bench, generation: Generation, threads: int) -> Table:
     base = generation.baseline(threads)
     caption = "tokens/s: median, and the quartiles in brackets; bold: the fastest engine"
+    caption += "\nprompt: tokens of the prompt per second"
     if base is not None:
         caption += f"\nspeed: relative to {base.engine}, the fastest engine on the dense model"
     if generation.scored_tokens is not None:
@@ -188,10 +189,9 @@ def _generation_table(bench: Bench, generation: Generation, threads: int) -> Tab
     title = f"generation, {generation_setting(generation, threads)} on {bench.machine}"
     table = Table(title=Text(title), caption=caption)
     table.add_column("model", no_wrap=True)
-    table.add_column("file", justify="right", no_wrap=True)
     table.add_column("engine", no_wrap=True)
-    for column in ("prompt, tokens/s", "tokens/s", "", "speed", PERPLEXITY):
-        table.add_column(column, justify="right", no_wrap=column != "prompt, tokens/s")
+    for column in ("prompt", "tokens/s", "", "speed", PERPLEXITY):
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
     for target in generation.targets:
         timings = [t for t in generation.timings if (t.target, t.threads) == (target, threads)]
@@ -199,7 +199,6 @@ def _generation_table(bench: Bench, generation: Generation, threads: int) -> Tab
         for row, timing in enumerate(timings):
             table.add_row(
                 Text("" if row else target),
-                "" if row else size(_file_bytes(bench, generation, target)),
                 timing.engine,
                 *_generation_cells(generation, timing),
                 Text(timing.note),

@@ -157,7 +157,7 @@ class TransformersGenerator:
         self._model: Any = model
         packed = [layer for layer in model.modules() if isinstance(layer, RowLinear)]
         read = sum(layer.nbytes for layer in packed) / MEGA
-        self.note = f"reads {read:.3g} MB of weights per token" if packed else ""
+        self.note = f"{read:.3g} MB of weights per token" if packed else ""
 
     @torch.inference_mode()
     def generate(self, prompt: Tensor, tokens: int) -> Seconds:
@@ -225,10 +225,9 @@ class LlamaCppGenerator:
         UnableError: If llama-cpp-python is missing, or the file is of a model with other tokens.
     """
 
-    note = ""
-
     def __init__(self, path: Path, *, threads: int, context: int, vocabulary: int) -> None:
         self._model = _load_gguf(path, threads, context, vocabulary)
+        self.note = f"file of {path.stat().st_size / MEGA:.3g} MB"
 
     def generate(self, prompt: Tensor, tokens: int) -> Seconds:
         """Generates greedily, with the prompt computed anew."""
@@ -384,11 +383,13 @@ def measure_generation(
         *(_gguf_row(path, lengths, window, model.vocabulary) for path in plan.gguf),
     ]
     timings: list[GenerationTiming] = []
+    files = f", and {len(plan.gguf)} GGUF files" if plan.gguf else ""
     for count in threads:
         plural = "" if count == 1 else "s"
         report(
             f"generation, {count} thread{plural}: a prompt of {lengths.prompt} tokens and "
-            f"{lengths.tokens} after it, {len(rows)} models and engines side by side"
+            f"{lengths.tokens} after it, {len(candidates)} models with {len(plan.engines)} engines, side "
+            f"by side{files}"
         )
         with torch_threads(count):
             timings += _times(rows, prompt, lengths, count, limits)

@@ -109,20 +109,20 @@ def choose_engines(
     """
     on_cpu = device.type == "cpu"
     generation = generation and on_cpu
-    running = (CPU_ENGINES if on_cpu else GPU_ENGINES) if forward else ()
+    running: tuple[str, ...] = ()
+    if forward:
+        running = CPU_ENGINES if on_cpu else GPU_ENGINES
     generating = GENERATION_ENGINES if generation else ()
     if names is None:
-        default = DEFAULT if on_cpu else GPU_ENGINES
-        names = list(dict.fromkeys((*default, *GENERATION_ENGINES)))
+        running = DEFAULT if on_cpu and forward else running
     else:
         check_engines(names, tuple(dict.fromkeys((*running, *generating))))
+        running = tuple(name for name in names if name in running)
+        generating = tuple(name for name in names if name in generating)
         if LLAMA_CPP in names and not gguf:
             raise ValueError(f"engine {LLAMA_CPP!r} needs a GGUF file")
-    generators = tuple(name for name in names if name in generating and name != LLAMA_CPP)
-    return ChosenEngines(
-        tuple(name for name in names if name in running),
-        generators if generation and (generators or gguf) else None,
-    )
+    generating = tuple(name for name in generating if name != LLAMA_CPP)
+    return ChosenEngines(running, generating if generation and (generating or gguf) else None)
 
 
 def run_bench(
