@@ -124,7 +124,8 @@ def bench(
         from torchcram.experiments.bench.generation import SCORED, GenerationPlan
         from torchcram.experiments.bench.record import FILES, write_bench
         from torchcram.experiments.bench.run import Plan, choose_engines, run_bench
-        from torchcram.report.bench import generation_tables, size_table, speed_tables
+        from torchcram.report.bench import size_table, speed_tables
+        from torchcram.report.generation import generation_tables
 
         def say(line: str) -> None:
             typer.echo(line, err=True)

@@ -8,20 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import command, fail, succeed
+from commands import command, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import CPU
 from tiny_language import LENGTH, RECIPE, SETTINGS, causal_folder
 
 from torchcram import compress
-from torchcram.experiments.bench import generation as module
 from torchcram.experiments.bench.candidates import Candidate
-from torchcram.experiments.bench.generation import (
-    GenerationPlan,
-    TransformersGenerator,
-    _TokenClock,
-)
+from torchcram.experiments.bench.generation import GenerationPlan, causal_model
+from torchcram.experiments.bench.generators import TransformersGenerator, _TokenClock
 from torchcram.experiments.bench.record import read_bench
 from torchcram.experiments.bench.run import Plan, run_bench
 from torchcram.experiments.models.causal import CausalModel
@@ -300,7 +296,7 @@ def test_settings_of_the_model_do_not_end_or_sample_the_text(prepared):
 def test_models_that_do_not_generate_are_refused():
     other = Candidate("dense", torch.nn.Linear(2, 2), None, {}, None)
     with pytest.raises(ValueError, match="Linear does not generate text"):
-        module.causal_model(other)
+        causal_model(other)
     recipe = load_recipe("digits/convnet-digits/sgd", [])
     for method in (recipe.build_task().prompt, recipe.build_task().shorten_test):
         with pytest.raises(ValueError, match="models for images do not generate"):
@@ -351,7 +347,8 @@ def test_the_command_and_the_page_show_generation(finished, paragraphs):
     ],
 )
 def test_bad_options_measure_nothing(finished, paragraphs, arguments, code, said):
-    line = fail("bench", finished, "--data", paragraphs, *arguments, code=code)
-    assert said in line
     done = command("bench", finished, "--data", paragraphs, *arguments)
+    line = done.stderr.splitlines()[-1]
+    assert (done.exit_code, line[:7]) == (code, "error: ")
+    assert said in line
     assert not any(word in done.stderr for word in ("compressing", "side by side", "testing"))

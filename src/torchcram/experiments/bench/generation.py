@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchcram.experiments.bench.engines import UnableError
-from torchcram.experiments.bench.record import (
-    Generation,
-    GenerationTiming,
-    GgufFile,
-    Times,
+from torchcram.experiments.bench.generators import (
+    LLAMA_CPP,
+    TRANSFORMERS_ENGINES,
+    Generator,
+    LlamaCppGenerator,
+    LlamaCppScores,
+    Seconds,
+    TransformersGenerator,
 )
+from torchcram.experiments.bench.record import Generation, GenerationTiming, GgufFile, Times
 from torchcram.experiments.bench.timer import (
     difference,
     failure,
@@ -30,21 +32,16 @@ from torchcram.experiments.bench.timer import (
     with_error,
 )
 from torchcram.experiments.models.causal import CausalModel
-from torchcram.runtime import prepare_generation
-from torchcram.runtime.cpu.generation import round_for_generation
-from torchcram.runtime.cpu.row_matrix import RowLinear
 
 if TYPE_CHECKING:
     from torchcram.experiments.bench.candidates import Candidate
     from torchcram.experiments.io.cache import Report
     from torchcram.experiments.tasks import Dataset, Task
 
-LLAMA_CPP = "llama.cpp"
 PROMPT = 128  # tokens
 TOKENS = 64  # single ones after the prompt
 SCORED = 2048  # test tokens that the perplexities are of
 FORCED = 8  # tokens whose scores are compared with those of eager torch
-MEGA = 1e6
 CPU = torch.device("cpu")
 
 
@@ -121,211 +118,6 @@ class GenerationPlan:
         return Lengths(prompt, tokens)
 
 
-class Seconds(NamedTuple):
-    """Time of the prompt up to the first new token, and of a token after it."""
-
-    prompt: float
-    token: float
-
-
-class Generator(Protocol):
-    """A model that an engine has prepared to generate."""
-
-    @property
-    def note(self) -> str:
-        """Remark for the table."""
-
-    def generate(self, prompt: Tensor, tokens: int) -> Seconds:
-        """Generates greedily: a token after the prompt (1, t), and `tokens` more."""
-
-    def next_scores(self, prompt: Tensor, forced: Tensor) -> Tensor | None:
-        """Returns the scores after each of the given tokens, which follow the prompt one by one.
-
-        Returns:
-            Scores (1, t, vocabulary); None where the engine does not tell them.
-        """
-
-
-class TransformersGenerator:
-    """`generate` of a model of Transformers.
-
-    Args:
-        model: Model in eval mode.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        packed = [layer for layer in model.modules() if isinstance(layer, RowLinear)]
-        read = sum(layer.nbytes for layer in packed) / MEGA
-        self.note = f"{read:.3g} MB of weights per token" if packed else ""
-
-    @torch.inference_mode()
-    def generate(self, prompt: Tensor, tokens: int) -> Seconds:
-        """Generates greedily, whatever the settings of the model are."""
-        clock = _TokenClock()
-        begin = time.perf_counter()
-        self._model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens + 1,
-            min_new_tokens=tokens + 1,
-            do_sample=False,
-            num_beams=1,
-            use_cache=True,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=0,
-            streamer=clock,
-        )
-        return clock.seconds(begin, tokens)
-
-    @torch.inference_mode()
-    def next_scores(self, prompt: Tensor, forced: Tensor) -> Tensor:
-        """Returns the scores after each of the given tokens."""
-        cache = self._model(input_ids=prompt, use_cache=True).past_key_values
-        scores = []
-        for token in forced.split(1, dim=1):
-            output = self._model(input_ids=token, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            scores.append(output.logits[:, -1:])
-        return torch.cat(scores, dim=1).float()
-
-
-class _TokenClock:
-    """Notes when each token was there; `generate` calls it with the prompt and every new token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: object) -> None:  # noqa: ARG002  tokens themselves do not matter
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Does nothing at the end of the text."""
-
-    def seconds(self, begin: float, tokens: int) -> Seconds:
-        """Returns the times of the prompt and of a token after the first."""
-        first, *others = self.times[1:]  # the first call is with the prompt
-        if len(others) != tokens:
-            raise RuntimeError(f"{len(others)} tokens were generated instead of {tokens}")
-        return Seconds(first - begin, (others[-1] - first) / tokens)
-
-
-class LlamaCppGenerator:
-    """llama.cpp with a GGUF file.
-
-    Args:
-        path: File of the model.
-        threads: Number of threads.
-        context: Largest number of tokens of a text.
-        vocabulary: Number of tokens that the model of the run has embeddings for.
-
-    Raises:
-        UnableError: If llama-cpp-python is missing, or the file is of a model with other tokens.
-    """
-
-    def __init__(self, path: Path, *, threads: int, context: int, vocabulary: int) -> None:
-        self._model = _load_gguf(path, threads, context, vocabulary)
-        self.note = f"file of {path.stat().st_size / MEGA:.3g} MB"
-
-    def generate(self, prompt: Tensor, tokens: int) -> Seconds:
-        """Generates greedily, with the prompt computed anew."""
-        self._model.reset()
-        times, begin = [], time.perf_counter()
-        for _ in self._model.generate(prompt[0].tolist(), temp=0.0):
-            times.append(time.perf_counter())
-            if len(times) > tokens:
-                break
-        return Seconds(times[0] - begin, (times[-1] - times[0]) / tokens)
-
-    def next_scores(self, prompt: Tensor, forced: Tensor) -> None:
-        """Returns None: the file holds another model than torch runs."""
-
-
-class LlamaCppScores(nn.Module):
-    """Scores of llama.cpp for whole windows of text, as `CausalModel` returns them.
-
-    Args:
-        path: File of the model.
-        threads: Number of threads.
-        context: Largest number of tokens of a window.
-        vocabulary: Number of tokens that the model of the run has embeddings for.
-    """
-
-    def __init__(self, path: Path, *, threads: int, context: int, vocabulary: int) -> None:
-        super().__init__()
-        self._model = _load_gguf(path, threads, context, vocabulary, logits_all=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (n, t) tokens to the scores of the token after each, (n, t, vocabulary)."""
-        rows = []
-        for tokens in x.tolist():
-            self._model.reset()
-            self._model.eval(tokens)
-            rows.append(torch.tensor(self._model.scores[: len(tokens)]))
-        return torch.stack(rows)
-
-
-def _load_gguf(path: Path, threads: int, context: int, vocabulary: int, **options: bool) -> Any:  # noqa: ANN401
-    try:
-        import llama_cpp
-    except ImportError:
-        raise UnableError("llama_cpp is missing: pip install llama-cpp-python") from None
-    model = llama_cpp.Llama(
-        str(path),
-        n_threads=threads,
-        n_threads_batch=threads,
-        n_ctx=context,
-        verbose=False,
-        **options,
-    )
-    if model.n_vocab() != vocabulary:
-        raise UnableError(
-            f"the file has {model.n_vocab()} tokens in its vocabulary, and the model {vocabulary}"
-        )
-    return model
-
-
-def _in_bfloat16(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).to(torch.bfloat16)
-
-
-def _unchanged(model: nn.Module) -> nn.Module:
-    return model
-
-
-def _in_kernels(dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
-    return partial(prepare_generation, dtype=dtype, share_weights=True)
-
-
-class _Engine(NamedTuple):
-    """How an engine prepares a model of Transformers.
-
-    Attributes:
-        prepare: Function that returns the model that generates.
-        as_decoded: Function that returns a model that computes whole windows of text as the engine
-            computes single tokens, to measure its perplexity.
-    """
-
-    prepare: Callable[[nn.Module], nn.Module]
-    as_decoded: Callable[[nn.Module], nn.Module]
-
-
-_ENGINES = {
-    "torch": _Engine(_unchanged, _unchanged),
-    "torch-bf16": _Engine(_in_bfloat16, _in_bfloat16),
-    "torchcram": _Engine(_in_kernels(torch.float32), _unchanged),
-    "torchcram-bf16": _Engine(
-        _in_kernels(torch.bfloat16), partial(round_for_generation, dtype=torch.bfloat16)
-    ),
-    "torchcram-int8": _Engine(
-        _in_kernels(torch.int8), partial(round_for_generation, dtype=torch.int8)
-    ),
-}
-GENERATION_ENGINES = (*_ENGINES, LLAMA_CPP)
-
-
 @dataclass(frozen=True, eq=False)
 class _Row:
     """An engine with one of the models.
@@ -388,8 +180,8 @@ def measure_generation(
         plural = "" if count == 1 else "s"
         report(
             f"generation, {count} thread{plural}: a prompt of {lengths.prompt} tokens and "
-            f"{lengths.tokens} after it, {len(candidates)} models with {len(plan.engines)} engines, side "
-            f"by side{files}"
+            f"{lengths.tokens} after it, {len(candidates)} models with {len(plan.engines)} "
+            f"engines, side by side{files}"
         )
         with torch_threads(count):
             timings += _times(rows, prompt, lengths, count, limits)
@@ -434,7 +226,7 @@ def causal_model(candidate: Candidate) -> CausalModel:
 
 
 def _row(candidate: Candidate, name: str) -> _Row:
-    engine, inner = _ENGINES[name], causal_model(candidate).model
+    engine, inner = TRANSFORMERS_ENGINES[name], causal_model(candidate).model
 
     def prepare(threads: int) -> Generator:  # noqa: ARG001  torch has been set to them
         with warnings.catch_warnings():

@@ -22,13 +22,12 @@ from torchcram.experiments.bench.engines import (
     gpu_engines,
 )
 from torchcram.experiments.bench.generation import (
-    GENERATION_ENGINES,
-    LLAMA_CPP,
     GenerationPlan,
     Limits,
     causal_model,
     measure_generation,
 )
+from torchcram.experiments.bench.generators import GENERATION_ENGINES, LLAMA_CPP
 from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Timing
 from torchcram.experiments.bench.timer import timings_of
 from torchcram.experiments.io.files import slug
