@@ -182,15 +182,17 @@ class Section:
         sizes: Rows of the table of models: target, accuracy, change, plain file, compact file,
             ratio, ONNX file.
         speeds: Tables of the settings.
-        generated: Tables of generation.
         charts: Indices of the charts on the page, each with a description.
+        generated: Tables of generation.
+        generation_charts: Indices of the charts of generation, each with a description.
     """
 
     bench: Bench
     sizes: Sequence[Sequence[str]]
     speeds: Sequence[Speeds]
-    generated: Sequence[Generated]
     charts: Sequence[tuple[int, str]]
+    generated: Sequence[Generated]
+    generation_charts: Sequence[tuple[int, str]]
 
 
 def sections(benches: Iterable[Bench], first: int) -> tuple[list[Section], list[Chart]]:
@@ -207,17 +209,19 @@ def sections(benches: Iterable[Bench], first: int) -> tuple[list[Section], list[
         for chart, label in (
             (latency_chart(bench), f"{bench.metric} against latency, a series for every engine"),
             (size_chart(bench), f"{bench.metric} against file size, a series for every format"),
-            (
-                generation_chart(bench),
-                f"{PERPLEXITY} against tokens per second, a series for every engine",
-            ),
         ):
             if chart is not None:
                 described.append((first + len(charts), label))
                 charts.append(chart)
         sizes = [[model.target, *size_cells(bench, model)] for model in bench.subjects]
         speeds = [_speeds(bench, setting) for setting in range(len(bench.settings))]
-        shown.append(Section(bench, sizes, speeds, generated_tables(bench), described))
+        chart, tokens = generation_chart(bench), []
+        if chart is not None:
+            label = f"{PERPLEXITY} against tokens per second, a series for every engine"
+            tokens.append((first + len(charts), label))
+            charts.append(chart)
+        generated = generated_tables(bench)
+        shown.append(Section(bench, sizes, speeds, described, generated, tokens))
     return shown, charts
 
 
