@@ -83,7 +83,7 @@ def bench(
         int | None,
         typer.Option(
             min=2,
-            show_default="2048",
+            show_default="2048; none with --no-accuracy",
             help="Number of test tokens that the perplexity of every engine is measured on.",
         ),
     ] = None,
@@ -160,7 +160,7 @@ def bench(
                     prompt=prompt,
                     tokens=tokens,
                     gguf=tuple(gguf or ()),
-                    scored=(scored_tokens or SCORED) if accuracy else None,
+                    scored=scored_tokens or (SCORED if accuracy else None),
                 ),
             )
         if can_generate and where.type != "cpu" and generation is not False:

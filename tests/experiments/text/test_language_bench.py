@@ -212,7 +212,8 @@ class Successor(torch.nn.Module):
 def test_llama_cpp_generates_with_files(prepared, gguf, monkeypatch):
     loaded = []
     monkeypatch.setitem(sys.modules, "llama_cpp", llama_cpp(257, loaded))
-    result, _ = measured(prepared, gguf=(gguf,), prompt=7, tokens=4)
+    result, said = measured(prepared, gguf=(gguf,), prompt=7, tokens=4)
+    assert said[0].endswith("side by side; small.gguf")
     (timing,) = result.timings
     assert (timing.target, timing.engine, timing.error) == ("small.gguf", "llama.cpp", None)
     assert timing.token.median >= 0.1
@@ -325,6 +326,10 @@ def test_the_command_and_the_page_show_generation(finished, paragraphs):
     )
     assert "generation, prompt of 62 tokens, 2 after it, 1 thread on" in done.stdout
     assert "on the first 121 test tokens of wiki-paragraphs" in " ".join(done.stdout.split())
+    quick = ("bench", finished, "--data", paragraphs, *options, "--engines", "torch")
+    for more, scored in ((["--no-accuracy"], None), (["--no-accuracy", "--scored-tokens", 40], 40)):
+        succeed(*quick, *more, "--json", "found.json")
+        assert read_bench(Path("found.json")).generation.scored_tokens == scored
     succeed("report", finished, "--out", "page.html")
     page = Path("page.html").read_text()
     assert "Tokens per second <span" in page

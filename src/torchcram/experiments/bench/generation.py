@@ -175,7 +175,7 @@ def measure_generation(
         *(_gguf_row(path, lengths, window, model.vocabulary) for path in plan.gguf),
     ]
     timings: list[GenerationTiming] = []
-    files = f", and {len(plan.gguf)} GGUF files" if plan.gguf else ""
+    files = f"; {', '.join(path.name for path in plan.gguf)}" if plan.gguf else ""
     for count in threads:
         plural = "" if count == 1 else "s"
         report(
