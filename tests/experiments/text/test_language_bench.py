@@ -1,5 +1,6 @@
 """Generation in benchmarks: prompts, single tokens, and the perplexity of every engine."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -98,7 +99,10 @@ def test_every_engine_generates_with_every_model(prepared):
         assert one["torch"].error == 0
         assert one["torchcram"].error < 1e-4
         assert 0 < one["torchcram-bf16"].error < one["torchcram-int8"].error < 0.1
-        assert "MB of weights per token; outputs off by" in one["torchcram-int8"].note
+        assert re.match(
+            r"[\d.]+ MB per token; prompt: \d+ of 14 layers sparse; outputs off by",
+            one["torchcram-int8"].note,
+        )
         exact = perplexity(prepared, candidate.model)
         assert one["torch"].perplexity == one["torchcram"].perplexity == pytest.approx(exact)
         for name, dtype in (("torchcram-bf16", torch.bfloat16), ("torchcram-int8", torch.int8)):

@@ -11,8 +11,13 @@ from torch import nn
 
 from torchcram import compress_
 from torchcram.kernels.cpu.library import LEVELS, level, use_level
-from torchcram.runtime import available, prepare_generation
-from torchcram.runtime.cpu.generation import round_for_generation
+from torchcram.runtime import available, prepare_generation, report
+from torchcram.runtime.cpu.generation import (
+    prepare_prompts,
+    round_for_generation,
+    with_single_tokens,
+)
+from torchcram.runtime.cpu.modules import SparseLinear
 from torchcram.runtime.cpu.row_matrix import RoundedLinear, RowLinear
 
 pytestmark = pytest.mark.skipif(not available(), reason="the kernels are not built")
@@ -214,6 +219,34 @@ def test_prompts_and_single_tokens_may_follow_each_other():
     torch.testing.assert_close(output.logits, expected[:, 6:7], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("sparse_wins")
+def test_prompts_run_in_the_sparse_kernels_where_an_example_is_given():
+    model = language_model(tie_word_embeddings=True)
+    compress_(model, "uniform:0.7")
+    fast = prepare_generation(model, prompt=prompt(1, 32))
+    choices = report(fast)
+    assert len(choices) == 14
+    assert all(choice.sparse for choice in choices)
+    assert choices[0].name == "model.layers.0.self_attn.q_proj"
+    assert isinstance(fast.model.dense.layers[0].self_attn.q_proj, SparseLinear)
+    assert fast.model.dense.embed_tokens.weight is fast.lm_head.weight
+    assert torch.equal(generated(fast, prompt(1, 32)), generated(model, prompt(1, 32)))
+    assert torch.equal(generated(copy.deepcopy(fast), prompt(2)), generated(model, prompt(2)))
+
+
+def test_without_a_prompt_there_is_nothing_to_report():
+    with pytest.raises(ValueError, match=r"does not come from torchcram\.runtime\.prepare"):
+        report(prepare_generation(language_model()))
+
+
+@pytest.mark.parametrize(
+    "example", [torch.ones(3).long(), torch.ones(1, 3), torch.ones(1, 0).int()]
+)
+def test_a_prompt_that_is_none_is_refused(example):
+    with pytest.raises(ValueError, match="prompt must hold token numbers"):
+        prepare_generation(language_model(), prompt=example)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_fewer_bits_change_the_scores_little(dtype):
     model, ids = language_model(), prompt(1, 12)
@@ -264,15 +297,27 @@ def test_a_model_of_another_kind_is_refused():
 
 def test_shared_weights_are_those_of_the_model():
     model = language_model()
-    fast = prepare_generation(model, share_weights=True)
-    assert fast.model.dense.layers[0].mlp.up_proj.weight.data_ptr() == (
-        model.model.layers[0].mlp.up_proj.weight.data_ptr()
-    )
+    compress_(model, "uniform:0.5", weights=None)
+
+    def address(other):
+        return other.model.layers[0].mlp.up_proj.weight.data_ptr()
+
+    assert address(prepare_prompts(model, None)) != address(model)
+    for example in (None, prompt()):
+        shared = prepare_prompts(model, example, share_weights=True)
+        assert shared.model.embed_tokens.weight.data_ptr() == (
+            model.model.embed_tokens.weight.data_ptr()
+        )
+        for layer in shared.modules():
+            if isinstance(layer, nn.Linear):
+                assert layer.weight.data_ptr() in {w.data_ptr() for w in model.parameters()}
+        assert not any(weight.requires_grad for weight in shared.parameters())
+        expected = generated(model, prompt())
+        for dtype in (torch.float32, torch.int8, torch.float32):
+            fast = with_single_tokens(shared, model, dtype)
+            assert dtype == torch.int8 or torch.equal(generated(fast, prompt()), expected)
+        assert not any(isinstance(layer, RowLinear) for layer in shared.modules())
     assert all(weight.requires_grad for weight in model.parameters())
-    assert not any(weight.requires_grad for weight in fast.parameters())
-    assert torch.equal(generated(fast, prompt()), generated(model, prompt()))
-    alone = prepare_generation(model).model.dense.layers[0].mlp.up_proj.weight
-    assert alone.data_ptr() != model.model.layers[0].mlp.up_proj.weight.data_ptr()
 
 
 @pytest.mark.usefixtures("_each_level")

@@ -19,6 +19,7 @@ from torchcram.experiments.bench.generators import (
     Generator,
     LlamaCppGenerator,
     LlamaCppScores,
+    PromptKernels,
     Seconds,
     TransformersGenerator,
 )
@@ -171,7 +172,7 @@ def measure_generation(
     prompt = task.prompt(data, lengths.prompt)
     window = int(task.example(data, 1).shape[1])
     rows = [
-        *(_row(candidate, name) for candidate in candidates for name in plan.engines),
+        *(row for candidate in candidates for row in _rows(candidate, plan.engines, prompt)),
         *(_gguf_row(path, lengths, window, model.vocabulary) for path in plan.gguf),
     ]
     timings: list[GenerationTiming] = []
@@ -225,14 +226,19 @@ def causal_model(candidate: Candidate) -> CausalModel:
     return candidate.model
 
 
-def _row(candidate: Candidate, name: str) -> _Row:
+def _rows(candidate: Candidate, names: Sequence[str], prompt: Tensor) -> list[_Row]:
+    prompts = PromptKernels(causal_model(candidate).model, prompt)
+    return [_row(candidate, name, prompts) for name in names]
+
+
+def _row(candidate: Candidate, name: str, prompts: PromptKernels) -> _Row:
     engine, inner = TRANSFORMERS_ENGINES[name], causal_model(candidate).model
 
     def prepare(threads: int) -> Generator:  # noqa: ARG001  torch has been set to them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the note says that there are no kernels
             try:
-                return TransformersGenerator(engine.prepare(inner))
+                return TransformersGenerator(engine.prepare(inner, prompts))
             except (RuntimeError, ValueError) as error:  # no kernels, or none for the model
                 raise UnableError(str(error)) from None
 
@@ -245,7 +251,7 @@ def _row(candidate: Candidate, name: str) -> _Row:
         prepare=prepare,
         reference=inner,
         scorer=scorer if candidate.trained else None,
-        scored_as=(candidate.target, engine.as_decoded),
+        scored_as=(candidate.target, engine.rounding),
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.experiments.bench.engines import UnableError
-from torchcram.runtime import prepare_generation
-from torchcram.runtime.cpu.generation import round_for_generation
+from torchcram.runtime import report
+from torchcram.runtime.cpu.generation import (
+    prepare_prompts,
+    round_for_generation,
+    with_single_tokens,
+)
 from torchcram.runtime.cpu.row_matrix import RowLinear
 
 LLAMA_CPP = "llama.cpp"
@@ -57,7 +60,11 @@ class TransformersGenerator:
         self._model: Any = model
         packed = [layer for layer in model.modules() if isinstance(layer, RowLinear)]
         read = sum(layer.nbytes for layer in packed) / MEGA
-        self.note = f"{read:.3g} MB of weights per token" if packed else ""
+        self.note = ""
+        if packed:
+            layers = report(model)
+            sparse = sum(layer.sparse for layer in layers)
+            self.note = f"{read:.3g} MB per token; prompt: {sparse} of {len(layers)} layers sparse"
 
     @torch.inference_mode()
     def generate(self, prompt: Tensor, tokens: int) -> Seconds:
@@ -187,40 +194,65 @@ def _load_gguf(path: Path, threads: int, context: int, vocabulary: int, **option
     return model
 
 
-def _in_bfloat16(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).to(torch.bfloat16)
+class PromptKernels:
+    """A model of Transformers with kernels for prompts, made once for all engines that need it.
 
+    Args:
+        model: Model of Transformers; it stays unchanged.
+        prompt: Prompt that the kernels are chosen for.
+    """
 
-def _unchanged(model: nn.Module) -> nn.Module:
-    return model
+    def __init__(self, model: nn.Module, prompt: Tensor) -> None:
+        self._model, self._prompt = model, prompt
+        self._made: tuple[int, nn.Module] | None = None
 
-
-def _in_kernels(dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
-    return partial(prepare_generation, dtype=dtype, share_weights=True)
+    def with_single_tokens(self, dtype: torch.dtype) -> nn.Module:
+        """Returns the model with kernels for single tokens, as `prepare_generation` returns it."""
+        threads = torch.get_num_threads()  # which the choice of kernels depends on
+        if self._made is None or self._made[0] != threads:
+            made = prepare_prompts(self._model, self._prompt, share_weights=True)
+            self._made = (threads, made)
+        return with_single_tokens(self._made[1], self._model, dtype)
 
 
 class GenerationEngine(NamedTuple):
     """How an engine prepares a model of Transformers.
 
     Attributes:
-        prepare: Function that returns the model that generates.
-        as_decoded: Function that returns a model that computes whole windows of text as the engine
-            computes single tokens, to measure its perplexity.
+        dtype: Type of the weights for single tokens.
+        kernels: Whether the kernels of torchcram generate, rather than torch.
     """
 
-    prepare: Callable[[nn.Module], nn.Module]
-    as_decoded: Callable[[nn.Module], nn.Module]
+    dtype: torch.dtype
+    kernels: bool
+
+    def prepare(self, model: nn.Module, prompts: PromptKernels) -> nn.Module:
+        """Returns the model that generates."""
+        return prompts.with_single_tokens(self.dtype) if self.kernels else self._in_torch(model)
+
+    def as_decoded(self, model: nn.Module) -> nn.Module:
+        """Returns a model that computes whole windows as the engine computes single tokens.
+
+        Its perplexity is that of what the engine generates.
+        """
+        if self.kernels and self.dtype != torch.float32:
+            return round_for_generation(model, self.dtype)
+        return self._in_torch(model)
+
+    @property
+    def rounding(self) -> Hashable:
+        """Key of what `as_decoded` computes; the same for engines that round in the same way."""
+        return (self.dtype, self.kernels and self.dtype != torch.float32)
+
+    def _in_torch(self, model: nn.Module) -> nn.Module:
+        return model if self.dtype == torch.float32 else copy.deepcopy(model).to(self.dtype)
 
 
 TRANSFORMERS_ENGINES = {
-    "torch": GenerationEngine(_unchanged, _unchanged),
-    "torch-bf16": GenerationEngine(_in_bfloat16, _in_bfloat16),
-    "torchcram": GenerationEngine(_in_kernels(torch.float32), _unchanged),
-    "torchcram-bf16": GenerationEngine(
-        _in_kernels(torch.bfloat16), partial(round_for_generation, dtype=torch.bfloat16)
-    ),
-    "torchcram-int8": GenerationEngine(
-        _in_kernels(torch.int8), partial(round_for_generation, dtype=torch.int8)
-    ),
+    "torch": GenerationEngine(torch.float32, kernels=False),
+    "torch-bf16": GenerationEngine(torch.bfloat16, kernels=False),
+    "torchcram": GenerationEngine(torch.float32, kernels=True),
+    "torchcram-bf16": GenerationEngine(torch.bfloat16, kernels=True),
+    "torchcram-int8": GenerationEngine(torch.int8, kernels=True),
 }
 GENERATION_ENGINES = (*TRANSFORMERS_ENGINES, LLAMA_CPP)

@@ -1,19 +1,22 @@
 """`prepare_generation`: a language model that generates fast on the CPU.
 
 `generate` of Transformers stays as it is. It calls the model with the whole prompt first, which
-runs as before, and then with one token at a time, for which all layers run in a single call of the
-kernels (`torchcram.runtime.cpu.decoder`).
+runs as before or in the kernels of `prepare`, and then with one token at a time, for which all
+layers run in a single call of the kernels (`torchcram.runtime.cpu.decoder`).
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.prepare import prepare, report, with_report
+from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.row_matrix import RoundedLinear
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -22,14 +25,15 @@ _NORMS = {"input_layernorm", "post_attention_layernorm"}
 
 
 def prepare_generation(
-    model: nn.Module, dtype: torch.dtype = torch.float32, *, share_weights: bool = False
+    model: nn.Module, dtype: torch.dtype = torch.float32, prompt: Tensor | None = None
 ) -> nn.Module:
     """Returns a copy of a causal language model that generates fast on the CPU.
 
     Single tokens run through all layers in one call of the kernels, for up to four sequences at a
     time, and so does the head. Zeros are skipped: a weight that is not zero is read once per
-    token, and every weight has a bit that says whether it is zero. Prompts, sequences with padding
-    and everything else run as before, so that `generate` works unchanged.
+    token, and every weight has a bit that says whether it is zero. Everything else runs as before,
+    so that `generate` works unchanged: several sequences with padding, more than four sequences,
+    and prompts, unless an example of one is given.
 
     Args:
         model: Causal model of Transformers of the Llama family, such as Llama, Mistral without a
@@ -37,20 +41,73 @@ def prepare_generation(
         dtype: Type that weights are kept in for single tokens: torch.float32, torch.bfloat16, or
             torch.int8 with a scale for every output, as `int8` targets have it. With int8,
             activations are rounded to 8 bits, with a scale for every 64 of them.
-        share_weights: Whether prompts run with the weights of `model` itself instead of a copy of
-            them, which saves memory; they must not change afterwards.
+        prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
+            the sparse kernels of `prepare` for prompts if that is faster with one of this size,
+            and `report` tells what was done with each. It takes some seconds to measure.
+
+    Raises:
+        ValueError: If the model is of another kind; the message says what is missing.
+        RuntimeError: If the kernels have not been built.
+    """
+    return with_single_tokens(prepare_prompts(model, prompt), model, dtype)
+
+
+def prepare_prompts(
+    model: nn.Module, prompt: Tensor | None, *, share_weights: bool = False
+) -> nn.Module:
+    """Returns a copy of a causal language model whose prompts run in the kernels if one is given.
+
+    Args:
+        model: Model that `prepare_generation` takes; it stays unchanged.
+        prompt: Example of a prompt, as `prepare_generation` takes it; None for none.
+        share_weights: Whether the copy has the dense weights of `model` itself, which saves memory;
+            they must not change afterwards.
 
     Raises:
         ValueError: If the model is of another kind; the message says what is missing.
         RuntimeError: If the kernels have not been built.
     """
     _require_supported(model)
+    fast = _frozen_copy(model, share_weights=share_weights)
+    if prompt is None:
+        return fast  # type: ignore[no-any-return]
+    choices = _prepare_prompts_(fast, prompt)
+    if share_weights:
+        _share_weights_(fast, model)
+    return with_report(fast, choices)
+
+
+def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a model whose single tokens run in the kernels; its prompts run as in `prepared`.
+
+    Args:
+        prepared: Model that `prepare_prompts` returned. It stays unchanged and may be given again,
+            for another type.
+        model: Model that it was prepared from.
+        dtype: Type that weights are kept in for single tokens, as `prepare_generation` takes it.
+    """
     from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
 
-    fast = _frozen_copy(model, share_weights=share_weights)
-    fast.model = GeneratingDecoder(fast.model, dtype)
-    fast.lm_head = FewTokens(fast.lm_head, dtype)
-    return fast  # type: ignore[no-any-return]
+    fast, source = copy.copy(prepared), cast("Any", model)
+    fast._modules = dict(prepared._modules)
+    fast.model = GeneratingDecoder(prepared.model, source.model, dtype)
+    fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
+    return fast
+
+
+def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN401
+    """Gives the layers of a decoder the kernels for prompts, in place; returns what was done."""
+    if prompt.dim() != 2 or prompt.is_floating_point() or prompt.numel() == 0:
+        raise ValueError(
+            "prompt must hold token numbers of the shape (sequences, tokens), got shape "
+            f"{tuple(prompt.shape)} of {prompt.dtype}"
+        )
+    with torch.inference_mode(False):
+        example = {"input_ids": prompt.clone(), "use_cache": False}
+        fast: Any = prepare(model.model, example, fuse=False)
+    fast.embed_tokens = model.model.embed_tokens  # the head may have the same weight
+    model.model = fast
+    return [replace(choice, name=f"model.{choice.name}") for choice in report(fast)]
 
 
 def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -98,6 +155,16 @@ def _frozen_copy(model: nn.Module, *, share_weights: bool) -> Any:  # noqa: ANN4
             for weight in model.parameters()
         }
     return copy.deepcopy(model, memo).eval().requires_grad_(False)
+
+
+def _share_weights_(fast: nn.Module, model: nn.Module) -> None:
+    """Replaces the weights that two models have under the same names by those of the second."""
+    shared = dict(model.named_parameters())
+    for path, module in fast.named_modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            other = shared.get(f"{path}.{name}".lstrip("."))
+            if other is not None and torch.equal(other, weight):
+                module.register_parameter(name, nn.Parameter(other.detach(), requires_grad=False))
 
 
 def _obstacle(model: Any) -> str | None:  # noqa: ANN401
