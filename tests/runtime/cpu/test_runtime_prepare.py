@@ -124,8 +124,9 @@ def test_a_dense_layer_is_not_measured():
 @needs_kernels
 def test_all_ways_to_run_a_layer_are_measured():
     layer = sparse_model(nn.Sequential(nn.Linear(16, 16)))[0]
-    times = replace_layers._measure(layer, replace_layers.LayerInput((4, 16)))
-    assert set(times) == {"dense", "sparse"}
+    options = {"sparse": True, "int8": False, "innermost": False}
+    times = replace_layers._measure(layer, replace_layers.LayerInput((4, 16)), **options)
+    assert set(times) - {"reordered"} == {"dense", "sparse"}  # not every torch has oneDNN
     assert all(0 < time < float("inf") for time in times.values())
 
 
