@@ -14,6 +14,8 @@
 
 #if defined(TORCHCRAM_AVX512)
 #include <immintrin.h>
+#elif defined(TORCHCRAM_NEON)
+#include "neon.h"
 #endif
 
 #include "attention.h"
@@ -141,6 +143,10 @@ void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* s
         _mm512_reduce_add_ps((__m512)((total[t][0] + total[t][1]) + (total[t][2] + total[t][3])));
 }
 
+#elif defined(TORCHCRAM_NEON)  // the other functions are in neon.h
+
+constexpr bool can_multiply_bytes() { return true; }
+
 #else
 
 bool can_multiply_bytes() { return false; }
@@ -189,6 +195,8 @@ void multiply_rows(const RowMatrix& m, const Inputs& in, int64_t first, int64_t 
     if (bytes) {
 #if defined(TORCHCRAM_AVX512)
       (m.masks ? multiply_bytes<T, true> : multiply_bytes<T, false>)(m, in, row, sum);
+#elif defined(TORCHCRAM_NEON)
+      multiply_bytes<T>(m, in, row, sum);
 #endif
     } else if (m.kind == kFloats) {
       multiply_floats<T, kFloats>(m, in, row, sum);
@@ -303,6 +311,8 @@ class Crew {
     }
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
 #endif
   }
 
