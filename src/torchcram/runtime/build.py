@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -57,11 +58,26 @@ def architecture(command: list[str]) -> str:
     Args:
         command: Command of the compiler with its arguments.
     """
-    asked = subprocess.run(  # noqa: S603
-        [*command, "-dumpmachine"], capture_output=True, text=True, check=False
-    )
+    ask = [*command, "-dumpmachine"]
+    asked = subprocess.run(ask, capture_output=True, text=True, check=False)  # noqa: S603
     name = asked.stdout.partition("-")[0] if asked.returncode == 0 else platform.machine()
     return _NAMES.get(name.lower(), name.lower())
+
+
+def wheel_platform() -> str:
+    """Returns the platform tag of a wheel with the library that `build` compiles.
+
+    It is that of Python, with the architecture of the compiler: a cross compiler is for another
+    one, and a Python for macOS may be for two (universal2).
+    """
+    system, _, machine = sysconfig.get_platform().rpartition("-")
+    command = compiler()
+    if command is not None and (target := architecture(command)) in _LEVELS:
+        machine = target
+    if system.startswith("macosx") and machine == "aarch64":
+        major = int(system.removeprefix("macosx-").partition(".")[0])
+        system, machine = system if major >= 11 else "macosx-11.0", "arm64"
+    return f"{system}-{machine}".replace("-", "_").replace(".", "_")
 
 
 def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = False) -> Path:
