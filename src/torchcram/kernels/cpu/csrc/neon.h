@@ -97,8 +97,8 @@ struct MaskCounts {
   }
 };
 
-// Rounds `count` vectors to signed bytes; NaN and infinities make the scale of their 64 numbers not
-// finite.
+// Rounds `count` vectors to signed bytes, which take the memory of the magnitudes; NaN and
+// infinities make the scale of their 64 numbers not finite.
 template <class Inputs>
 void round_inputs(const Inputs& in, int64_t count) {
   const int64_t groups = in.stride / kMaskBits;
