@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,33 +55,73 @@ def outputs_close(expected: object, actual: object, tolerance: float) -> bool:
     """Returns whether two outputs of a model agree. Objects of unknown types never do.
 
     Args:
-        expected: Output of the reference: a tensor, or lists, tuples, mappings and dataclasses that
-            hold tensors and plain values.
+        expected: Output of the reference: a tensor, or lists, tuples, mappings, dataclasses and
+            caches of Transformers that hold tensors and plain values.
         actual: Output to compare with it.
         tolerance: Allowed difference of finite numbers, as a fraction of the largest magnitude in
-            the expected tensor. Everything else must be equal.
+            the expected tensor. Everything else must be equal, types of tensors included.
     """
-    if isinstance(expected, Tensor):
-        return isinstance(actual, Tensor) and _tensors_close(expected, actual, tolerance)
-    if type(expected) is not type(actual):
+    try:
+        pairs = list(_pairs(expected, actual))
+    except ValueError:
         return False
-    if dataclasses.is_dataclass(expected):
-        return outputs_close(vars(expected), vars(actual), tolerance)
+    return all(a.dtype == b.dtype and _tensors_close(a, b, tolerance) for a, b in pairs)
+
+
+def output_error(expected: object, actual: object) -> float:
+    """Returns the largest difference of two outputs of a model relative to the largest value.
+
+    Args:
+        expected: Output of the reference, as for `outputs_close`; its dtypes may be others.
+        actual: Output to compare with it.
+
+    Returns:
+        The largest relative error of a tensor; infinity if something else differs.
+    """
+    try:
+        pairs = list(_pairs(expected, actual))
+    except ValueError:
+        return torch.inf
+    return max((tensor_error(a, b).relative for a, b in pairs), default=0.0)
+
+
+def _pairs(expected: object, actual: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the tensors of two outputs that belong together.
+
+    Raises:
+        ValueError: If anything else differs, or is of an unknown type.
+    """
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        yield expected, actual
+        return
+    if type(expected) is not type(actual):
+        raise ValueError(f"{type(expected)} is not {type(actual)}")
+    expected, actual = _as_plain(expected), _as_plain(actual)
     if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        return expected.keys() == actual.keys() and all(
-            outputs_close(expected[key], actual[key], tolerance) for key in expected
-        )
-    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        return len(expected) == len(actual) and all(
-            outputs_close(a, b, tolerance) for a, b in zip(expected, actual, strict=True)
-        )
-    if isinstance(expected, (bool, int, float, str)):
-        return bool(expected == actual)
-    return expected is None
+        if expected.keys() != actual.keys():
+            raise ValueError("the keys differ")
+        for key in expected:
+            yield from _pairs(expected[key], actual[key])
+    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        for a, b in zip(expected, actual, strict=True):
+            yield from _pairs(a, b)
+    elif isinstance(expected, (bool, int, float, str)):
+        if expected != actual:
+            raise ValueError(f"{expected} is not {actual}")
+    elif expected is not None:
+        raise ValueError(f"{type(expected)} is unknown")
+
+
+def _as_plain(value: Any) -> Any:  # noqa: ANN401
+    """Returns the fields of dataclasses and the tensors of caches; other values as they are."""
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    layers = getattr(value, "layers", None)
+    if type(value).__name__.endswith("Cache") and isinstance(layers, list):
+        return [[getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in layers]
+    return value
 
 
 def _tensors_close(expected: Tensor, actual: Tensor, tolerance: float) -> bool:
-    if expected.dtype != actual.dtype:
-        return False
     error, largest = tensor_error(expected, actual)
     return error <= tolerance * largest + 1e-12

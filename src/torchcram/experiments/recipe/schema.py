@@ -101,6 +101,8 @@ class TrainConfig:
         label_smoothing: Label smoothing of the loss, from 0 to below 1.
         early_stopping: Early stopping; None trains for all epochs on the whole training split.
         distillation: Distillation; None trains on the labels alone.
+        ema: Decay of an exponential moving average of the weights, which then is the model of the
+            run; None takes the weights themselves.
     """
 
     epochs: int
@@ -109,6 +111,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     distillation: DistillConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    ema: float | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
@@ -116,6 +119,8 @@ class TrainConfig:
         require_one_of("precision", self.precision, PRECISIONS)
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "label_smoothing", smoothing, "from 0 to below 1")
+        possible = self.ema is None or 0 < self.ema < 1
+        require(possible, "ema", self.ema, "between 0 and 1, such as 0.999, or null")
 
 
 @dataclass(frozen=True)
@@ -346,13 +351,15 @@ class Recipe:
             raise BadValue("cram.dense_share", problem, allowed) from None
 
     def _check_method(self) -> None:
-        """Refuses a method together with CrAM or with early stopping."""
+        """Refuses a method together with CrAM, early stopping or an average of the weights."""
         if self.method is None:
             return
         require(self.cram is None, "cram", "given", "null, as there is a section method")
         stops = self.train.early_stopping is not None
         allowed = f"null, as {self.method.name} has a schedule of its own"
         require(not stops, "train.early_stopping", "given", allowed)
+        allowed = f"null, as {self.method.name} prunes the weights, but not their average"
+        require(self.train.ema is None, "train.ema", self.train.ema, allowed)
 
     def _check_schedule(self) -> None:
         """Refuses a scheduler of torch that ends before the training or counts other epochs."""

@@ -75,6 +75,9 @@ from torchcram.experiments.training.steps import (
     Objective,
     Shares,
 )
+from torchcram.experiments.training.weight_average import WeightAverage
+from torchcram.trained import copy_marks
+from torchcram.weights import copy_coverage_warning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -251,6 +254,7 @@ class Trainer:
     Attributes:
         model: Model that is trained.
         optimizer: `CrAM` or a plain optimizer.
+        average: Average of the weights, where the recipe has `train.ema`; otherwise None.
         done: Number of epochs done.
         seconds: Time that these epochs took.
     """
@@ -295,7 +299,7 @@ class Trainer:
         self._finish_method()
         score = policy.finish(epochs) if self.recipe.method is None else epochs.score()
         if self.ranks.is_first:
-            save_model(self.model, self.folder / MODEL)
+            save_model(self.eval_model, self.folder / MODEL)
             finished = Finished(
                 score.value,
                 self.seconds,
@@ -323,7 +327,7 @@ class Trainer:
         """Writes a checkpoint, on rank 0."""
         if not self.ranks.is_first:
             return
-        training = state_of(self.model, self.optimizer, self.device)
+        training = state_of(self.model, self.optimizer, self.device, average=self.average)
         state = {"training": training, "seconds": self.seconds}
         save_checkpoint(
             self.folder / CHECKPOINTS,
@@ -370,9 +374,16 @@ class Trainer:
             )
         model = to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
+        decay = recipe.train.ema
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         # only methods need to know beforehand how many steps there are
         steps = None if recipe.method is None else len(self.batches)
         self.optimizer = build_optimizer(recipe, self.model, seed=info.seed, steps_per_epoch=steps)
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """Model that is tested and saved: the average of the weights, or the model itself."""
+        return self.model if self.average is None else self.average.module
 
     @cached_property
     def batches(self) -> Batches:
@@ -396,7 +407,13 @@ class Trainer:
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
             return f"its seconds are {seconds!r:.80}, not a finite number"
         try:
-            load_state_(self.model, self.optimizer, self.device, state=state.get("training"))
+            load_state_(
+                self.model,
+                self.optimizer,
+                self.device,
+                state=state.get("training"),
+                average=self.average,
+            )
         except ValueError as error:
             return str(error)
         self.done, self.seconds = epoch, seconds
@@ -430,6 +447,7 @@ class _Epochs:
         device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
         self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
         self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
+        self._average, self._eval_model = trainer.average, trainer.eval_model
         if data is trainer.data:
             self._batches = trainer.batches
         else:
@@ -448,6 +466,9 @@ class _Epochs:
         )
         operators = _operators(recipe)
         self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
+        if self._average is not None:  # warnings of the model are not repeated for its average
+            copy_marks(self._model, self._average.module)
+            copy_coverage_warning(self._model, self._average.module)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
 
@@ -471,6 +492,8 @@ class _Epochs:
                 "a smaller learning rate or rho may help"
             )
         average_statistics_(self._model, self._ranks)
+        if self._average is not None:
+            average_statistics_(self._average.module, self._ranks)
         score = self.score() if test else None
         return EpochRecord(
             epoch=epoch + 1,
@@ -493,7 +516,7 @@ class _Epochs:
         optimizer = self._optimizer
         with optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext():
             return score_model(
-                self._model,
+                self._eval_model,
                 self._recipe,
                 self._data,
                 self._test,
@@ -524,6 +547,8 @@ class _Epochs:
             )
             set_lr_(self._optimizer, lr)
             self._step.run()
+            if self._average is not None:
+                self._average.update_parameters(self._model)
             self.report(epoch + (number + 1) / steps)
         return lr
 
@@ -539,7 +564,7 @@ class _Epochs:
         if self._recipe.compress.watch is None:
             return None
         (small,) = compressed_models(
-            self._model,
+            self._eval_model,
             self._recipe,
             self._data,
             [self._recipe.compress.watch],
@@ -642,7 +667,7 @@ class _EarlyStopping(_StopPolicy):
         self._values.append(record.accuracy)
         trainer = self._trainer
         if trainer.ranks.is_first and self._best_round() == record.epoch:
-            save_model(trainer.model, trainer.folder / BEST.format(record.epoch))
+            save_model(trainer.eval_model, trainer.folder / BEST.format(record.epoch))
 
     def note_checkpoint(self) -> None:
         """Removes saved models that are no longer the best."""
@@ -662,14 +687,13 @@ class _EarlyStopping(_StopPolicy):
 
     def finish(self, epochs: _Epochs) -> Score:  # noqa: ARG002
         """Loads the best model; returns its score on the test split."""
-        trainer = self._trainer
+        trainer, model = self._trainer, self._trainer.eval_model
         path = trainer.folder / BEST.format(self._best_round())
         if trainer.ranks.is_first:
-            load_model_(trainer.model, path)
+            load_model_(model, path)
         if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
-            state = trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(trainer.model))
-            trainer.model.load_state_dict(state)
-        return score_on_test(trainer.model, trainer.recipe, trainer.data, device=trainer.device)
+            model.load_state_dict(trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(model)))
+        return score_on_test(model, trainer.recipe, trainer.data, device=trainer.device)
 
     def clean_up(self) -> None:
         """Removes the copy of the best model, which is the model of the run now."""

@@ -43,7 +43,6 @@ class _DecoderStruct(ctypes.Structure):
                 "memory_heads",
                 "features",
                 "middle",
-                "rounds",
             )
         ),
         ("eps", ctypes.c_float),
@@ -113,7 +112,6 @@ class GeneratingDecoder(nn.Module):
             "memory_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
             "features": len(attention.q_proj.weight) // config.num_attention_heads,
             "middle": config.intermediate_size,
-            "rounds": int(dtype == torch.int8),
         }
         self.packed = nn.ModuleList()
         self.norms: list[Tensor] = []

@@ -97,8 +97,7 @@ struct MaskCounts {
   }
 };
 
-// Rounds `count` vectors to signed bytes, which take the memory of the magnitudes; NaN and
-// infinities make the scale of their 64 numbers not finite.
+// NaN and infinities make the scale of their 64 numbers not finite.
 template <class Inputs>
 void round_inputs(const Inputs& in, int64_t count) {
   const int64_t groups = in.stride / kMaskBits;
@@ -117,13 +116,18 @@ void round_inputs(const Inputs& in, int64_t count) {
       for (int j = 0; j < 4; ++j) q[j] = vmovn_s32(round_to_int8(load(x + i + 4 * j) * factor));
       const int8x8_t low = vmovn_s16(vcombine_s16(q[0], q[1]));
       const int8x8_t high = vmovn_s16(vcombine_s16(q[2], q[3]));
-      vst1q_u8(in.magnitudes + g * kMaskBits + i, vreinterpretq_u8_s8(vcombine_s8(low, high)));
+      vst1q_s8(in.bytes + g * kMaskBits + i, vcombine_s8(low, high));
     }
   }
 }
 
+template <class Inputs>
+void arrange(const Inputs& in, int64_t count, unsigned kinds) {
+  if (kinds & (1u << kBytes)) round_inputs(in, count);
+}
+
 template <int T, bool Masked, class Inputs>
-void multiply_spread_bytes(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
+void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
   const int64_t groups = in.stride / kMaskBits;
   const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
   const int8_t* values = static_cast<const int8_t*>(m.values) + m.starts[row];
@@ -150,23 +154,14 @@ void multiply_spread_bytes(const RowMatrix& m, const Inputs& in, int64_t row, fl
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
       const int64_t at = t * groups + g;
-      const uint8_t* x = in.magnitudes + at * kMaskBits;
+      const int8_t* x = in.bytes + at * kMaskBits;
       int32x4_t products = vdupq_n_s32(0);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        products = add_products(products, vreinterpretq_s8_u8(vld1q_u8(x + 16 * i)), w[i]);
+      for (int i = 0; i < 4; ++i) products = add_products(products, vld1q_s8(x + 16 * i), w[i]);
       total[t] = vfmaq_n_f32(total[t], vcvtq_f32_s32(products), in.scales[at]);
     }
   }
   for (int t = 0; t < T; ++t) sums[t] = vaddvq_f32(total[t]);
-}
-
-template <int T, class Inputs>
-void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
-  if (m.masks)
-    multiply_spread_bytes<T, true>(m, in, row, sums);
-  else
-    multiply_spread_bytes<T, false>(m, in, row, sums);
 }
 
 // Up to 4 values as floats, one for each bit of the mask, zero in the other lanes.
@@ -180,7 +175,7 @@ TORCHCRAM_INLINE Vector spread(const char* values, unsigned mask) {
 }
 
 template <int T, int Kind, bool Masked, class Inputs>
-void multiply_spread_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
+void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
   constexpr int kSize = Kind == kFloats ? 4 : 2;
   const int64_t groups = in.stride / kMaskBits;
   const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
@@ -207,14 +202,21 @@ void multiply_spread_floats(const RowMatrix& m, const Inputs& in, int64_t row, f
     sums[t] = vaddvq_f32((float32x4_t)((total[t][0] + total[t][1]) + (total[t][2] + total[t][3])));
 }
 
-template <int T, int Kind, class Inputs>
-void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
-  if constexpr (Kind == kBytes)
-    multiply_bytes<T>(m, in, row, sums);
-  else if (m.masks)
-    multiply_spread_floats<T, Kind, true>(m, in, row, sums);
-  else
-    multiply_spread_floats<T, Kind, false>(m, in, row, sums);
+template <int T, bool Masked, class Inputs>
+void multiply_row(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
+  if (m.kind == kFloats) return multiply_floats<T, kFloats, Masked>(m, in, row, sums);
+  if (m.kind == kBfloats) return multiply_floats<T, kBfloats, Masked>(m, in, row, sums);
+  multiply_bytes<T, Masked>(m, in, row, sums);
+}
+
+template <int T, int R, class Inputs>
+void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  for (int r = 0; r < R; ++r) {
+    if (m.masks)
+      multiply_row<T, true>(m, in, row + r, sums[r]);
+    else
+      multiply_row<T, false>(m, in, row + r, sums[r]);
+  }
 }
 
 }  // namespace
