@@ -96,30 +96,34 @@ def _pairs(expected: object, actual: object) -> Iterator[tuple[Tensor, Tensor]]:
         return
     if type(expected) is not type(actual):
         raise ValueError(f"{type(expected)} is not {type(actual)}")
-    expected, actual = _as_plain(expected), _as_plain(actual)
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        if expected.keys() != actual.keys():
-            raise ValueError("the keys differ")
-        for key in expected:
-            yield from _pairs(expected[key], actual[key])
-    elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        for a, b in zip(expected, actual, strict=True):
-            yield from _pairs(a, b)
-    elif isinstance(expected, (bool, int, float, str)):
-        if expected != actual:
-            raise ValueError(f"{expected} is not {actual}")
-    elif expected is not None:
-        raise ValueError(f"{type(expected)} is unknown")
+    children, others = _children(expected), _children(actual)
+    if children is None or others is None:
+        if expected is not None and not (_is_value(expected) and expected == actual):
+            raise ValueError(f"{expected!r} and {actual!r} differ, or cannot be compared")
+        return
+    if children.keys() != others.keys():
+        raise ValueError(f"{list(children)} and {list(others)} differ")
+    for key, child in children.items():
+        yield from _pairs(child, others[key])
 
 
-def _as_plain(value: Any) -> Any:  # noqa: ANN401
-    """Returns the fields of dataclasses and the tensors of caches; other values as they are."""
-    if dataclasses.is_dataclass(value):
-        return vars(value)
-    layers = getattr(value, "layers", None)
-    if type(value).__name__.endswith("Cache") and isinstance(layers, list):
-        return [[getattr(layer, "keys", None), getattr(layer, "values", None)] for layer in layers]
-    return value
+def _is_value(output: object) -> bool:
+    return isinstance(output, (bool, int, float, str))
+
+
+def _children(output: Any) -> dict[Any, Any] | None:  # noqa: ANN401
+    """Returns the parts of an output by name or number; None if it has none."""
+    if dataclasses.is_dataclass(output):
+        return vars(output)
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, (list, tuple)):
+        return dict(enumerate(output))
+    layers = getattr(output, "layers", None)
+    if type(output).__name__.endswith("Cache") and isinstance(layers, list):  # of Transformers
+        tensors = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in layers]
+        return dict(enumerate(tensors))
+    return None
 
 
 def _tensors_close(expected: Tensor, actual: Tensor, tolerance: float) -> bool:

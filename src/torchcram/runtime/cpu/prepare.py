@@ -77,14 +77,14 @@ def prepare(
         choices = [
             dense_choice(name, layer, "no kernels") for name, layer in candidates(fast).items()
         ]
-        return _with_report(fast, [*choices, *others])
+        return with_report(fast, [*choices, *others])
     if example_inputs is None:
-        return _with_report(fast, [*replace_layers_(fast, int8=int8), *others])
+        return with_report(fast, [*replace_layers_(fast, int8=int8), *others])
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
     if isinstance(fast, BatchSplitter):
         others = [replace(choice, name=f"model.{choice.name}") for choice in others]
-    return _with_report(fast, [*report(fast), *others])
+    return with_report(fast, [*report(fast), *others])
 
 
 def _without_kernel(model: nn.Module) -> list[Choice]:
@@ -127,14 +127,14 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
             break
     else:
         why = "the outputs differ"
-        return _with_report(dense, [_stays_dense(choice, why) for choice in choices])
+        return with_report(dense, [_stays_dense(choice, why) for choice in choices])
     encoder = copy.deepcopy(fast)
     if fuse and fuse_encoder_(encoder) and agrees(encoder, int8=eight):
         fast = encoder
     slower = any(choice.sparse for choice in choices) and _slower(dense, fast, example)
     if slower:
-        return _with_report(dense, [_stays_dense(choice, slower) for choice in choices])
-    return _with_report(fast, choices)
+        return with_report(dense, [_stays_dense(choice, slower) for choice in choices])
+    return with_report(fast, choices)
 
 
 def _as_exact(dense: nn.Module, example: Inputs, expected: object, actual: object) -> bool:
@@ -229,7 +229,7 @@ def _fused(
     if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
         fast = BatchSplitter(graph, images)
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
-    return _with_report(fast.eval(), choices)
+    return with_report(fast.eval(), choices)
 
 
 def _annotate_shapes_(graph: fx.GraphModule, example: Inputs) -> None:
@@ -248,6 +248,7 @@ def _stays_dense(choice: Choice, why: str) -> Choice:
     return replace(choice, sparse=False, reason=reason) if choice.sparse else choice
 
 
-def _with_report(model: nn.Module, choices: list[Choice]) -> nn.Module:
+def with_report(model: nn.Module, choices: list[Choice]) -> nn.Module:
+    """Attaches to a model what `report` returns for it, and returns the model."""
     setattr(model, _REPORT, tuple(choices))
     return model
