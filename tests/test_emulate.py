@@ -1,4 +1,4 @@
-"""The kernels on an emulated ARM: what `make emulate` says where it cannot run, and what it installs."""
+"""`make emulate`: what it says where it cannot run, what it installs and what it leaves out."""
 
 import emulate
 from packaging.requirements import Requirement
