@@ -37,8 +37,8 @@ TOOLS = {
 }
 CPUS = ("max", "cortex-a72")  # with dot products and without
 TESTS = ("tests/kernels/cpu", "tests/runtime/cpu", "tests/runtime/test_integers.py")
-# Other processes of Python would need an emulator of their own, and the child of a fork with threads
-# does not answer in time.
+# Other processes of Python would need an emulator of their own, and the child of a process with
+# threads does not answer in time.
 LEFT_OUT = (
     "tests/kernels/cpu/test_native_build.py",
     "tests/runtime/cpu/test_runtime_threads.py::test_a_child_may_be_the_first_to_load_them",
