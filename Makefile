@@ -4,6 +4,7 @@
 # make properties the property tests with new random examples; ROUNDS=10 looks ten times as long
 # make fuzz       mutated files, matrices, recipes and operators for SECONDS, of a new SEED or a given one
 # make sanitize   tests of native code, artefacts and runtime with AddressSanitizer and UBSan (g++)
+# make emulate    tests of the CPU kernels on an emulated ARM (qemu-user, g++-aarch64-linux-gnu)
 # make mutants    whether the tests notice small mistakes in the core; several minutes
 # make docs       the documentation site, in build/docs/; warnings are errors
 # make dist       source distribution and wheel with kernels, in dist/
@@ -18,7 +19,7 @@ SECONDS ?= 60
 ROUNDS ?= 1
 VERSIONS := $(if $(TORCH),"torch==$(TORCH)",-c constraints.txt)
 
-.PHONY: demo test pytest properties check format fuzz sanitize mutants docs dist clean
+.PHONY: demo test pytest properties check format fuzz sanitize emulate mutants docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/torchcram demo
@@ -58,6 +59,9 @@ sanitize: $(VENV)/.installed
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) \
 	$$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/python -m pytest -q -s tests/kernels/cpu tests/artifact tests/runtime
+
+emulate: $(VENV)/.installed
+	$(BIN)/python tests/emulate.py
 
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -38,5 +37,4 @@ class KernelsBuildHook(BuildHookInterface):
             return
         build_data["artifacts"].append(f"/{NATIVE.as_posix()}/{library.name}")
         build_data["pure_python"] = False
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{platform}"
+        build_data["tag"] = f"py3-none-{tools['wheel_platform']()}"

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -26,11 +27,20 @@ _COMMON = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextr
 _SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer"]
 _SANITIZE += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mfma"]
+# g++ would move so many loads to the front of a loop that they no longer fit the registers
+_NEON = ["-DTORCHCRAM_NEON", "-fno-schedule-insns"]
 _LEVELS = {
-    "avx512": ["-DTORCHCRAM_AVX512", *_AVX512, "-mprefer-vector-width=512"],
-    "avx2": ["-DTORCHCRAM_AVX2", "-mavx2", "-mfma"],
-    "portable": [],
+    "x86_64": {
+        "avx512": ["-DTORCHCRAM_AVX512", *_AVX512, "-mprefer-vector-width=512"],
+        "avx2": ["-DTORCHCRAM_AVX2", "-mavx2", "-mfma"],
+    },
+    "aarch64": {
+        "neon_dotprod": [*_NEON, "-DTORCHCRAM_DOTPROD", "-march=armv8.2-a+dotprod"],
+        "neon": _NEON,
+    },
 }
+_RECENT = ("avx512", "neon_dotprod")  # left out if the compiler is too old
+_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def compiler() -> list[str] | None:
@@ -40,6 +50,34 @@ def compiler() -> list[str] | None:
         if words and (path := shutil.which(words[0])):
             return [path, *words[1:]]
     return None
+
+
+def architecture(command: list[str]) -> str:
+    """Returns the architecture that a compiler compiles for: x86_64, aarch64 or another one.
+
+    Args:
+        command: Command of the compiler with its arguments.
+    """
+    ask = [*command, "-dumpmachine"]
+    asked = subprocess.run(ask, capture_output=True, text=True, check=False)  # noqa: S603
+    name = asked.stdout.partition("-")[0] if asked.returncode == 0 else platform.machine()
+    return _NAMES.get(name.lower(), name.lower())
+
+
+def wheel_platform() -> str:
+    """Returns the platform tag of a wheel with the library that `build` compiles.
+
+    It is that of Python, with the architecture of the compiler: a cross compiler is for another
+    one, and a Python for macOS may be for two (universal2).
+    """
+    system, _, machine = sysconfig.get_platform().rpartition("-")
+    command = compiler()
+    if command is not None and (target := architecture(command)) in _LEVELS:
+        machine = target
+    if system.startswith("macosx") and machine == "aarch64":
+        major = int(system.removeprefix("macosx-").partition(".")[0])
+        system, machine = system if major >= 11 else "macosx-11.0", "arm64"
+    return f"{system}-{machine}".replace("-", "_").replace(".", "_")
 
 
 def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = False) -> Path:
@@ -57,14 +95,12 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False, faults: bool = Fals
     command = compiler()
     if command is None or sys.platform == "win32":
         raise RuntimeError("no C++ compiler: install g++ or clang++, or name one in CXX")
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    levels = dict(_LEVELS) if x86 else {"portable": _LEVELS["portable"]}
+    levels = {**_LEVELS.get(architecture(command), {}), "portable": []}
     without = []
-    if x86 and not _accepts(
-        command, levels["avx512"]
-    ):  # an old compiler, which still supports AVX2
-        del levels["avx512"]
-        without = ["-DTORCHCRAM_NO_AVX512"]
+    for level in _RECENT:
+        if level in levels and not _accepts(command, levels[level]):
+            del levels[level]
+            without.append(f"-DTORCHCRAM_NO_{level.upper()}")
     names = (*_UNITS, "faults") if faults else _UNITS
     units = [(SOURCES / f"{name}.cpp", name, without) for name in names]
     units += [(SOURCES / "kernels.cpp", level, flags) for level, flags in levels.items()]

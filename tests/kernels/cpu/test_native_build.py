@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,73 @@ def test_the_library_goes_where_it_is_wanted(tmp_path, monkeypatch):
     target = build_module.build(tmp_path / "kernels.so")
     assert ctypes.CDLL(str(target)).torchcram_use_level(0) == 1
     assert list(tmp_path.iterdir()) == [target]
+
+
+def compiler_for(machine, folder, *, refuses="nothing"):
+    """A compiler that says which machine it is for, refuses a flag and writes nothing."""
+    tool = folder / "compiler"
+    tool.write_text(
+        f'#!/bin/sh\ncase "$*" in *-dumpmachine*) echo {machine};; *{refuses}*) exit 1;; esac\n'
+    )
+    tool.chmod(0o755)
+    return str(tool)
+
+
+X86 = ["avx512", "avx2", "portable"]
+ARM = ["neon_dotprod", "neon", "portable"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "refuses", "levels", "left_out"),
+    [
+        ("x86_64-linux-gnu", "nothing", X86, []),
+        ("aarch64-linux-gnu", "nothing", ARM, []),
+        ("arm64-apple-darwin23.6.0", "nothing", ARM, []),
+        ("aarch64-linux-gnu", "+dotprod", ARM[1:], ["-DTORCHCRAM_NO_NEON_DOTPROD"]),
+        ("x86_64-linux-gnu", "-mavx512f", X86[1:], ["-DTORCHCRAM_NO_AVX512"]),
+        ("riscv64-linux-gnu", "nothing", ["portable"], []),
+    ],
+)
+def test_the_compiler_decides_which_instruction_sets_there_are(
+    tmp_path, monkeypatch, machine, refuses, levels, left_out
+):
+    commands = []
+    monkeypatch.setenv("CXX", compiler_for(machine, tmp_path, refuses=refuses))
+    monkeypatch.setattr(build_module, "_run", commands.append)
+    monkeypatch.setattr(build_module.shutil, "copyfile", lambda _, part: part.touch())
+    build_module.build(tmp_path / "kernels.so")
+    objects = [Path(command[-1]).stem for command in commands[:-1]]
+    assert objects == [*build_module._UNITS, *levels]
+    (interface,) = [command for command in commands if command[-1].endswith("api.o")]
+    assert [word for word in interface if "_NO_" in word] == left_out
+
+
+@pytest.mark.parametrize(
+    ("python", "machine", "tag"),
+    [
+        ("linux-x86_64", "x86_64-linux-gnu", "linux_x86_64"),
+        ("linux-aarch64", "aarch64-unknown-linux-gnu", "linux_aarch64"),
+        ("linux-x86_64", "aarch64-linux-gnu", "linux_aarch64"),
+        ("linux-riscv64", "riscv64-linux-gnu", "linux_riscv64"),
+        ("macosx-11.0-arm64", "arm64-apple-darwin23.6.0", "macosx_11_0_arm64"),
+        ("macosx-10.13-universal2", "arm64-apple-darwin23.6.0", "macosx_11_0_arm64"),
+        ("macosx-10.13-universal2", "x86_64-apple-darwin23.6.0", "macosx_10_13_x86_64"),
+    ],
+)
+def test_a_wheel_is_for_the_machine_of_the_compiler(tmp_path, monkeypatch, python, machine, tag):
+    monkeypatch.setenv("CXX", compiler_for(machine, tmp_path))
+    monkeypatch.setattr(build_module.sysconfig, "get_platform", lambda: python)
+    assert build_module.wheel_platform() == tag
+
+
+def test_the_kernels_can_be_compiled_for_arm(tmp_path, monkeypatch):
+    if not shutil.which("aarch64-linux-gnu-g++"):
+        pytest.skip("no cross compiler for ARM")
+    monkeypatch.setenv("CXX", "aarch64-linux-gnu-g++ -Werror")
+    monkeypatch.setattr(build_module, "_COMMON", [*build_module._COMMON, "-O0"])  # quick
+    header = build_module.build(tmp_path / "kernels.so").read_bytes()[:20]
+    assert header[:4] == b"\x7fELF"
+    assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
 
 
 @needs_kernels
@@ -123,11 +191,12 @@ def hook():
 @needs_kernels
 def test_a_wheel_with_kernels_is_for_one_platform(hook, monkeypatch):
     library = build_module.LIBRARY
-    monkeypatch.setattr(runpy, "run_path", lambda _: {"build": lambda: library})
+    tools = {"build": lambda: library, "wheel_platform": lambda: "linux_aarch64"}
+    monkeypatch.setattr(runpy, "run_path", lambda _: tools)
     data = {"artifacts": []}
     hook.initialize("standard", data)
     assert data["artifacts"] == ["/src/torchcram/kernels/cpu/libtorchcram.so"]
-    assert data["tag"].startswith("py3-none-")
+    assert data["tag"] == "py3-none-linux_aarch64"
     assert data["pure_python"] is False
 
 

@@ -205,7 +205,7 @@ def test_kernels_run_where_no_derivative_is_asked_for(monkeypatch):
         layer(x)
 
 
-@pytest.mark.skipif(not has_int8(), reason="this machine has no AVX-512 VNNI")
+@pytest.mark.skipif(not has_int8(), reason="this machine has no kernels for 8 bits")
 @pytest.mark.parametrize("feed_forward", [False, True])
 def test_eight_bits_have_none(feed_forward):
     layer = SparseLinearInt8(torch.eye(8), None)

@@ -21,7 +21,7 @@ from torchcram.runtime.cpu.modules import (
 from torchcram.runtime.cpu.replace_layers import geometry_of
 
 pytestmark = needs_kernels
-needs_int8 = pytest.mark.skipif(not has_int8(), reason="this machine has no AVX-512 VNNI")
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="this machine has no kernels for 8 bits")
 
 INT8 = [False, pytest.param(True, marks=needs_int8)]
 TOKENS = [(0, 10), (3, 0, 10), (0, 0, 10), (2, 10), (10,)]

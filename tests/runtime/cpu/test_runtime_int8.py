@@ -14,7 +14,7 @@ from torchcram.runtime.cpu.modules import SparseFeedForwardInt8, SparseLinearInt
 
 pytestmark = [
     needs_kernels,
-    pytest.mark.skipif(not library.has_int8(), reason="this machine has no AVX-512 VNNI"),
+    pytest.mark.skipif(not library.has_int8(), reason="this machine has no kernels for 8 bits"),
 ]
 
 

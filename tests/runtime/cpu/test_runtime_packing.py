@@ -61,7 +61,8 @@ def test_rows_come_by_fours_where_they_share_columns_and_registers_are_many(each
     for sparsity, shared in [(0.5, True), (0.95, False)]:
         packed = pack_linear(sparse_weight(64, 256, sparsity=sparsity))
         layout = int(packed.view(torch.int64)[4])
-        assert layout == (QUAD_ROWS if shared and each_level == "avx512" else PAIRS)
+        many = each_level in ("avx512", "neon", "neon_dotprod")
+        assert layout == (QUAD_ROWS if shared and many else PAIRS)
 
 
 def test_what_rows_have_in_common_is_stored_once():

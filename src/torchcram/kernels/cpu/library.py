@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ _FUNCTIONS = {
     "decoder_step": (_INT, [_POINTER, _INT]),
 }
 _NO_MEMORY = -2  # result of functions that allocate memory when there is not enough
-LEVELS = ("portable", "avx2", "avx512")
+_ARM = platform.machine() in ("aarch64", "arm64")
+LEVELS = ("portable", "neon", "neon_dotprod") if _ARM else ("portable", "avx2", "avx512")
+"""Instruction sets that there are kernels for on this architecture, from the slowest up."""
 
 
 _ALLOCATE = (
@@ -146,13 +149,16 @@ def available() -> bool:
 
 
 def has_int8() -> bool:
-    """Returns whether this machine has kernels for 8 bits, which need AVX-512 VNNI."""
+    """Returns whether this machine has kernels for 8 bits, which need AVX-512 VNNI or NEON."""
     loaded = library()
     return loaded is not None and bool(loaded.torchcram_has_int8())
 
 
 def level() -> str:
-    """Returns the instruction set in use: avx512, avx2 or portable."""
+    """Returns the instruction set in use.
+
+    It is avx512, avx2 or portable on x86, and neon_dotprod, neon or portable on ARM.
+    """
     name: bytes = kernels().torchcram_level()
     return name.decode()
 
@@ -161,7 +167,7 @@ def use_level(name: str) -> None:
     """Uses the kernels of another instruction set than the best one of this machine.
 
     Args:
-        name: Name of the instruction set: portable, avx2 or avx512.
+        name: Name of the instruction set, one of `LEVELS`.
 
     Raises:
         ValueError: If this machine does not have it.

@@ -224,9 +224,9 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _layout_for(weight: Tensor) -> int:
-    # Only AVX-512 has enough registers for the sums of four rows.
-    shared = level() == "avx512" and _sparsity(weight) < _PAIRS_FROM
-    return QUAD_ROWS if shared else PAIRS
+    # AVX-512 and NEON have enough registers for the sums of four rows.
+    roomy = level() in ("avx512", "neon", "neon_dotprod")
+    return QUAD_ROWS if roomy and _sparsity(weight) < _PAIRS_FROM else PAIRS
 
 
 def _sparsity(weight: Tensor) -> float:

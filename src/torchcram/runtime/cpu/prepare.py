@@ -67,8 +67,8 @@ def prepare(
             inputs work, too.
         fuse: Whether to fuse operations into sparse layers.
         int8: Whether Linear layers may compute in 8 bits if there are kernels for it (AVX-512
-            VNNI). Weights are rounded per output and activations per token, which changes outputs
-            by about 1 %.
+            VNNI, NEON). Weights are rounded per output and activations per token, which changes
+            outputs by about 1 %.
     """
     fast = copy.deepcopy(model).eval().requires_grad_(False)
     if "" in candidates(fast):  # a model that is a single layer cannot be changed in place

@@ -5,12 +5,27 @@
 
 #include "packed.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace torchcram {
 
 int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
              const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room);
 bool check(const void* memory, int64_t bytes);
 void use_openmp(void* parallel);
+
+#if defined(__aarch64__) && !defined(TORCHCRAM_NO_NEON_DOTPROD)
+static bool has_dot_products() {
+#if defined(__linux__)
+  constexpr unsigned long kAsimdDp = 1ul << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & kAsimdDp;
+#else
+  return true;  // every ARM processor that macOS runs on has them
+#endif
+}
+#endif
 
 static const Kernels* best() {
 #if defined(__x86_64__)
@@ -21,8 +36,15 @@ static const Kernels* best() {
     return &kAvx512;
 #endif
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kAvx2;
-#endif
   return &kPortable;
+#elif defined(__aarch64__)
+#if !defined(TORCHCRAM_NO_NEON_DOTPROD)
+  if (has_dot_products()) return &kNeonDotprod;
+#endif
+  return &kNeon;
+#else
+  return &kPortable;
+#endif
 }
 
 static const Kernels* kernels = best();
@@ -38,7 +60,8 @@ TORCHCRAM_EXPORT int torchcram_interface() { return 4; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
-// For tests: uses AVX-512 (2), AVX2 (1) or portable code (0); false if the machine lacks it.
+// For tests: uses portable code (0), AVX2 or NEON (1), AVX-512 or NEON with dot products (2); false
+// if the machine lacks it.
 TORCHCRAM_EXPORT int torchcram_use_level(int level) {
   const Kernels* limit = best();
 #if defined(__x86_64__)
@@ -47,12 +70,17 @@ TORCHCRAM_EXPORT int torchcram_use_level(int level) {
 #else
   const Kernels* known[] = {&kPortable, &kAvx2, &kAvx512};
 #endif
+#elif defined(__aarch64__)
+#if defined(TORCHCRAM_NO_NEON_DOTPROD)
+  const Kernels* known[] = {&kPortable, &kNeon};
+#else
+  const Kernels* known[] = {&kPortable, &kNeon, &kNeonDotprod};
+#endif
+#else
+  const Kernels* known[] = {&kPortable};
+#endif
   int top = 0;
   while (known[top] != limit) ++top;
-#else
-  const Kernels* known[] = {limit};
-  const int top = 0;
-#endif
   if (level < 0 || level > top) return 0;
   kernels = known[level];
   return 1;
@@ -155,10 +183,9 @@ TORCHCRAM_EXPORT int torchcram_linear(const float* x, int64_t tokens, int64_t in
 // Returns whether this machine has kernels for 8 bits.
 TORCHCRAM_EXPORT int torchcram_has_int8() {
 #if defined(__x86_64__)
-  return kernels->linear_int8 != nullptr && __builtin_cpu_supports("avx512vnni");
-#else
-  return 0;
+  if (!__builtin_cpu_supports("avx512vnni")) return 0;
 #endif
+  return kernels->linear_int8 != nullptr;
 }
 
 // A Linear layer in 8 bits, followed by an activation and, if it is not null, a second layer.

@@ -10,7 +10,7 @@ namespace torchcram {
 namespace {
 
 constexpr int kQueries = 6, kBlock = 12;
-constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // sums of six queries fit the registers
+constexpr int kTileVectors = kRegisters == 32 ? 4 : 2;  // sums of six queries fit the registers
 
 // sums[query][v] += sum over steps i of factors[query][i] * from[i * stride + v].
 template <int V>

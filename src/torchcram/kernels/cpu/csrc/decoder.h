@@ -15,6 +15,8 @@
 
 #if defined(TORCHCRAM_AVX512)
 #include <immintrin.h>
+#elif defined(TORCHCRAM_NEON)
+#include "neon.h"
 #endif
 
 #include "attention.h"
@@ -247,7 +249,7 @@ void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, floa
     multiply_kind<T, R, false>(m, in, row, sums);
 }
 
-#else
+#elif !defined(TORCHCRAM_NEON)  // which has these functions in neon.h
 
 void arrange(const Inputs&, int64_t, unsigned) {}
 
@@ -438,6 +440,8 @@ class Crew {
     }
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
 #endif
   }
 

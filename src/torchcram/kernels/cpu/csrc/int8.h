@@ -2,19 +2,60 @@
 //
 // Four neighbouring weights of a row are one 32-bit value of the packed matrix; a value is stored
 // if any of the four is not zero. Four activations of a token are one 32-bit lane of the panel.
-// They are unsigned with zero point 128, and each token has its own scale.
+// They are unsigned with zero point 128 for AVX-512 and signed for NEON, and each token has its own
+// scale.
 #pragma once
 
-#if defined(TORCHCRAM_AVX512)
+#if defined(TORCHCRAM_AVX512) || defined(TORCHCRAM_NEON)
 
+#if defined(TORCHCRAM_AVX512)
 #include <immintrin.h>
+#else
+#include "neon.h"
+#endif
 
 #include "linear.h"
 
 namespace torchcram {
 namespace {
 
-typedef int32_t Words __attribute__((vector_size(64), may_alias));
+typedef int32_t Words __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
+
+#if defined(TORCHCRAM_AVX512)
+
+constexpr int kZeroPoint = 128;  // activations are unsigned
+
+// Adds the products of four neighbouring bytes of activations and weights to each lane.
+TORCHCRAM_INLINE Ints add_products(Ints sum, Ints x, Ints weights) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weights);
+}
+
+// Rounds scaled activations and adds the zero point; the lowest 8 bits of a lane count.
+TORCHCRAM_INLINE Ints round_to_bytes(Vector x) {
+  return (Ints)_mm512_cvtps_epi32((__m512)x) + kZeroPoint;
+}
+
+TORCHCRAM_INLINE int32_t highest(Ints x) { return _mm512_reduce_max_epi32((__m512i)x); }
+
+TORCHCRAM_INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1); }
+
+// Loads the first `count` lanes, and zeros into the others.
+TORCHCRAM_INLINE Vector load_part(const float* from, int64_t count) {
+  return (Vector)_mm512_maskz_loadu_ps(first_lanes(count), from);
+}
+
+// Writes the lowest byte of each of the first `count` lanes.
+TORCHCRAM_INLINE void store_bytes(uint8_t* to, Ints x, int64_t count) {
+  _mm512_mask_cvtepi32_storeu_epi8(to, first_lanes(count), (__m512i)x);
+}
+
+#endif
+
+TORCHCRAM_INLINE Ints broadcast_bits(float value) {
+  int32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return Ints{} + bits;
+}
 
 template <int V, bool First>
 void run_rows_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, const int32_t* start) {
@@ -25,27 +66,25 @@ void run_rows_int8(const char* panel, Stream s, int32_t* sums, int64_t rows, con
     Words* a = reinterpret_cast<Words*>(sums + i * kPanel);
     Words* b = reinterpret_cast<Words*>(sums + j * kPanel);
     s.column += 3;
-    const Words p = Words{} + (First && i < rows ? start[i] : 0);
-    const Words q = Words{} + (First && j < rows ? start[j] : 0);
-    __m512i sum[2][V];
-#pragma GCC unroll 4
+    const Ints p = Ints{} + (First && kZeroPoint && i < rows ? start[i] : 0);
+    const Ints q = Ints{} + (First && kZeroPoint && j < rows ? start[j] : 0);
+    Ints sum[2][V];
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      sum[0][v] = (__m512i)(First ? p : a[v]);
-      sum[1][v] = (__m512i)(First ? q : b[v]);
+      sum[0][v] = First ? p : a[v];
+      sum[1][v] = First ? q : b[v];
     }
     for (; count > 0; --count, s.column += 2, s.value += 2) {
-      const char *x = panel + s.column[0], *y = panel + s.column[1];
-      const __m512i w = (__m512i)_mm512_set1_ps(s.value[0]);
-      const __m512i u = (__m512i)_mm512_set1_ps(s.value[1]);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v)
-        sum[0][v] = _mm512_dpbusd_epi32(sum[0][v], _mm512_loadu_si512(x + 64 * v), w);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v)
-        sum[1][v] = _mm512_dpbusd_epi32(sum[1][v], _mm512_loadu_si512(y + 64 * v), u);
+      const Words* x = reinterpret_cast<const Words*>(panel + s.column[0]);
+      const Words* y = reinterpret_cast<const Words*>(panel + s.column[1]);
+      const Ints w = broadcast_bits(s.value[0]), u = broadcast_bits(s.value[1]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[0][v] = add_products(sum[0][v], x[v], w);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[1][v] = add_products(sum[1][v], y[v], u);
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) a[v] = (Words)sum[0][v], b[v] = (Words)sum[1][v];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) a[v] = sum[0][v], b[v] = sum[1][v];
   }
 }
 
@@ -58,20 +97,12 @@ void multiply_int8(const RowRange& rows, int64_t block, const float* panel, int 
     int32_t* y = reinterpret_cast<int32_t*>(rows.of(group));
     const int64_t count = rows.packed.group_rows(group);
     const int32_t* from = start + rows.packed.first_row(group);
-    switch (vectors) {
-      case 1:
-        run_rows_int8<1, First>(x, s, y, count, from);
-        break;
-      case 2:
-        run_rows_int8<2, First>(x, s, y, count, from);
-        break;
-      case 3:
-        run_rows_int8<3, First>(x, s, y, count, from);
-        break;
-      default:
-        run_rows_int8<4, First>(x, s, y, count, from);
-        break;
-    }
+    for (int done = 0; done < vectors; done += kPairVectors)
+      with_constant<kPairVectors>(
+          vectors - done < kPairVectors ? vectors - done : kPairVectors, [&](auto constant) {
+            run_rows_int8<decltype(constant)::value, First>(x + done * sizeof(Vector), s,
+                                                            y + done * kLanes, count, from);
+          });
   }
 }
 
@@ -84,22 +115,18 @@ void quantize_tokens(const float* x, int64_t inner, int64_t tokens, uint8_t* byt
   for (int64_t t = 0; t < tokens; ++t, x += inner, bytes += wide) {
     Ints most{};
     int64_t k = 0;
-    for (; k + 16 <= inner; k += 16) most = maximum(most, (Ints)absolute(load(x + k)));
-    const __mmask16 rest = __mmask16((1u << (inner - k)) - 1);
-    most = maximum(most, (Ints)absolute((Vector)_mm512_maskz_loadu_ps(rest, x + k)));
-    const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
+    for (; k + kLanes <= inner; k += kLanes) most = maximum(most, (Ints)absolute(load(x + k)));
+    most = maximum(most, (Ints)absolute(load_part(x + k, inner - k)));
+    const int32_t bits = highest(most);
     float top;
     memcpy(&top, &bits, sizeof top);
     scales[t] = top / 127.0f;
-    const __m512 factor = _mm512_set1_ps(top > 0.0f ? 127.0f / top : 0.0f);
-    const __m512i zero = _mm512_set1_epi32(128);
-    for (k = 0; k < inner; k += 16) {
-      const __mmask16 here = inner - k >= 16 ? 0xffff : __mmask16((1u << (inner - k)) - 1);
-      const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, x + k), factor);
-      const __m512i q = _mm512_cvtps_epi32(scaled);
-      _mm512_mask_cvtepi32_storeu_epi8(bytes + k, here, _mm512_add_epi32(q, zero));
+    const Vector factor = broadcast(top > 0.0f ? 127.0f / top : 0.0f);
+    for (k = 0; k < inner; k += kLanes) {
+      const int64_t here = inner - k < kLanes ? inner - k : kLanes;
+      store_bytes(bytes + k, round_to_bytes(load_part(x + k, here) * factor), here);
     }
-    for (k = inner; k < wide; ++k) bytes[k] = 128;
+    for (k = inner; k < wide; ++k) bytes[k] = kZeroPoint;
   }
 }
 
@@ -111,7 +138,8 @@ void scale_sums(const RowRange& rows, const float* scales, const float* tokens, 
       const int64_t row = rows.packed.first_row(group) + r;
       const Vector scale = broadcast(scales[row]), start = broadcast(bias ? bias[row] : 0.0f);
       for (int i = 0; i < kPanel; i += kLanes) {
-        const Vector sum = (Vector)_mm512_cvtepi32_ps(_mm512_loadu_si512(at + i));
+        const Ints integers = *reinterpret_cast<const Words*>(at + i);
+        const Vector sum = __builtin_convertvector(integers, Vector);
         store(at + i, sum * (scale * load(tokens + i)) + start);
       }
     }
@@ -127,13 +155,12 @@ void quantize_rows(const float* sums, int64_t rows, float* panel, float* scales)
     store(scales + i, most / 127.0f);
     const Vector factor = most > 0.0f ? 127.0f / most : Vector{};
     for (int64_t row = 0; row < rows; row += 4) {
-      __m512i word = _mm512_setzero_si512();
+      Ints word{};
       for (int j = 3; j >= 0; --j) {
         const Vector x = row + j < rows ? load(sums + (row + j) * kPanel + i) * factor : Vector{};
-        const __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_set1_epi32(128));
-        word = _mm512_or_si512(_mm512_slli_epi32(word, 8), q);
+        word = word << 8 | round_to_bytes(x);
       }
-      _mm512_storeu_si512(panel + row / 4 * kPanel + i, word);
+      *reinterpret_cast<Words*>(panel + row / 4 * kPanel + i) = word;
     }
   }
 }

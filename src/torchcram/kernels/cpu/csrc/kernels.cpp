@@ -14,12 +14,18 @@ constexpr const char* kName = "avx512";
 #elif defined(TORCHCRAM_AVX2)
 #define TORCHCRAM_KERNELS kAvx2
 constexpr const char* kName = "avx2";
+#elif defined(TORCHCRAM_DOTPROD)
+#define TORCHCRAM_KERNELS kNeonDotprod
+constexpr const char* kName = "neon_dotprod";
+#elif defined(TORCHCRAM_NEON)
+#define TORCHCRAM_KERNELS kNeon
+constexpr const char* kName = "neon";
 #else
 #define TORCHCRAM_KERNELS kPortable
 constexpr const char* kName = "portable";
 #endif
 
-#if defined(TORCHCRAM_AVX512)
+#if defined(TORCHCRAM_AVX512) || defined(TORCHCRAM_NEON)
 constexpr Task kInt8 = linear_int8;
 #else
 constexpr Task kInt8 = nullptr;

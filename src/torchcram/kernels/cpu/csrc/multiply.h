@@ -1,14 +1,16 @@
 // Products of a packed matrix and a panel of tokens, from the innermost loops up.
 #pragma once
 
+#include <type_traits>
+
 #include "packed.h"
 #include "vectors.h"
 
 namespace torchcram {
 namespace {
 
-constexpr int kQuadVectors = kLanes == 16 ? 4 : 2;  // sums of 4 rows fit the registers
-constexpr int kPairVectors = 4;
+constexpr int kQuadVectors = kRegisters == 32 ? 4 : 2;  // sums of 4 rows fit the registers
+constexpr int kPairVectors = kRegisters == 32 && kLanes < 16 ? 8 : 4;
 
 // The streams of a block and a group of rows. Even if they were overwritten after the check, the
 // kernels stay within memory: counts never lead beyond the values, rows are taken modulo those of
@@ -25,7 +27,7 @@ template <int V>
 TORCHCRAM_INLINE void init_sums(Vector (&sum)[V], const Vector* at, const float* bias, int64_t row,
                                 bool first) {
   const Vector start = first && bias ? broadcast(bias[row]) : Vector{};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < V; ++v) sum[v] = first ? start : at[v];
 }
 
@@ -49,9 +51,9 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
         const Anywhere* x = reinterpret_cast<const Anywhere*>(panel + uint16_t(four));
         const Anywhere* y = reinterpret_cast<const Anywhere*>(panel + uint16_t(four >> 16));
         const float p = s.value[2 * i], q = s.value[2 * i + 1];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; ++v) sum[1][v] += y[v] * q;
       }
     }
@@ -59,12 +61,12 @@ void run_pairs(const char* panel, Stream s, float* sums, int64_t rows, const flo
       const Anywhere* x = reinterpret_cast<const Anywhere*>(panel + s.column[0]);
       const Anywhere* y = reinterpret_cast<const Anywhere*>(panel + s.column[1]);
       const float p = s.value[0], q = s.value[1];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sum[0][v] += x[v] * p;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sum[1][v] += y[v] * q;
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) a[v] = sum[0][v], b[v] = sum[1][v];
   }
 }
@@ -135,10 +137,13 @@ void run_quad_rows(const char* panel, Stream s, float* sums, int64_t rows, const
   }
 }
 
-template <int V, bool First>
-void run(bool pairs, const char* panel, Stream s, float* sums, int64_t rows, const float* bias) {
-  if (pairs) return run_pairs<V, First>(panel, s, sums, rows, bias);
-  if constexpr (V <= kQuadVectors) run_quad_rows<V, First>(panel, s, sums, rows, bias);
+// Calls a function with the number of vectors, from 1 to Most, as a constant of its type.
+template <int Most, class Function>
+TORCHCRAM_INLINE void with_constant(int vectors, Function function) {
+  if constexpr (Most > 1) {
+    if (vectors < Most) return with_constant<Most - 1>(vectors, function);
+  }
+  function(std::integral_constant<int, Most>());
 }
 
 TORCHCRAM_INLINE Stream stream(const Packed& packed, int64_t block, int64_t group) {
@@ -157,20 +162,13 @@ void multiply(const Packed& packed, int64_t block, int64_t group, const char* pa
   for (int done = 0; done < vectors; done += limit) {
     const char* x = panel + done * sizeof(Vector);
     float* y = sums + done * kLanes;
-    switch (vectors - done < limit ? vectors - done : limit) {
-      case 1:
-        run<1, First>(pairs, x, s, y, rows, bias);
-        break;
-      case 2:
-        run<2, First>(pairs, x, s, y, rows, bias);
-        break;
-      case 3:
-        run<3, First>(pairs, x, s, y, rows, bias);
-        break;
-      case 4:
-        run<4, First>(pairs, x, s, y, rows, bias);
-        break;
-    }
+    with_constant<kPairVectors>(vectors - done < limit ? vectors - done : limit,
+                                [&](auto constant) {
+                                  constexpr int V = decltype(constant)::value;
+                                  if (pairs) return run_pairs<V, First>(x, s, y, rows, bias);
+                                  if constexpr (V <= kQuadVectors)
+                                    run_quad_rows<V, First>(x, s, y, rows, bias);
+                                });
   }
 }
 

@@ -97,7 +97,8 @@ struct Job {
   // For convolutions.
   const Convolution* shape = nullptr;
   const Strip* strip = nullptr;
-  // For 8 bits: features of a token, and the initial sum and the scale of each row.
+  // For 8 bits: features of a token, and the initial sum and the scale of each row. The initial sum
+  // makes up for a zero point of 128; kernels with signed activations do not read it.
   int64_t inner = 0;
   const int32_t *start = nullptr, *then_start = nullptr;
   const float *scales = nullptr, *then_scales = nullptr;
@@ -170,7 +171,7 @@ struct Kernels {
                       int threads);
 };
 
-extern const Kernels kAvx512, kAvx2, kPortable;
+extern const Kernels kAvx512, kAvx2, kNeonDotprod, kNeon, kPortable;
 
 // Runs task(job, 0), ..., task(job, count - 1) on up to `threads` threads, including this one.
 // Throws std::bad_alloc if a task did on any thread; some tasks have not been run then.

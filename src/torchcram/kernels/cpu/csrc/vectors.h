@@ -8,7 +8,7 @@
 #define TORCHCRAM_LANES 16
 #elif defined(TORCHCRAM_AVX2)
 #define TORCHCRAM_LANES 8
-#else
+#else  // NEON and portable code
 #define TORCHCRAM_LANES 4
 #endif
 #define TORCHCRAM_INLINE inline __attribute__((always_inline))
@@ -16,6 +16,11 @@
 namespace {
 
 constexpr int kLanes = TORCHCRAM_LANES;
+#if defined(TORCHCRAM_AVX512) || defined(TORCHCRAM_NEON)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef float Anywhere __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
