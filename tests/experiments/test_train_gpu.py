@@ -86,10 +86,12 @@ def colours(count):
     return Images((levels[labels] + noise).clamp(0, 255).byte(), labels)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("method", ["adamw", "cram-plus-multi", "cram-plus-multi-1x"])
-def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method):
+def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method, accumulation):
     name = f"cifar10/vit/{method}"
-    given = load_recipe(name, ["train.precision=fp32", "train.batch_size=32"])
+    changes = ["train.precision=fp32", "train.batch_size=32", f"train.accumulation={accumulation}"]
+    given = load_recipe(name, changes)
     data = ImageDataset("cifar10", colours(256), colours(64), tuple("abcdefghij"))
     shares = (1.0, 1.0) if given.cram is None else given.cram.shares
     losses = []

@@ -101,6 +101,8 @@ class TrainConfig:
         label_smoothing: Label smoothing of the loss, from 0 to below 1.
         early_stopping: Early stopping; None trains for all epochs on the whole training split.
         distillation: Distillation; None trains on the labels alone.
+        accumulation: Number of micro-batches that every pass computes its samples in; their
+            gradients add up to that of the whole batch.
     """
 
     epochs: int
@@ -109,10 +111,12 @@ class TrainConfig:
     label_smoothing: float = 0.0
     early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     distillation: DistillConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    accumulation: int = field(default=1, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
         require_one_of("precision", self.precision, PRECISIONS)
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "label_smoothing", smoothing, "from 0 to below 1")
@@ -331,6 +335,7 @@ class Recipe:
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
         self._check_schedule()
         self._check_shares()
+        self._check_accumulation()
         self._check_method()
         self._check_task()
 
@@ -344,6 +349,19 @@ class Recipe:
             allowed = f"shares with a sample each in a train.batch_size of {self.train.batch_size}"
             problem = f"is {self.cram.dense_share}, with {self.cram.compressed_share} at w~"
             raise BadValue("cram.dense_share", problem, allowed) from None
+
+    def _check_accumulation(self) -> None:
+        """Refuses more micro-batches than a pass has samples."""
+        count, least = self.train.accumulation, self.least_samples(self.train.batch_size)
+        allowed = f"at most {least}, the number of samples in the smallest pass over a batch"
+        require(count <= least, "train.accumulation", count, allowed)
+
+    def least_samples(self, batch_size: int) -> int:
+        """Returns the number of samples in the smallest pass over a batch of `batch_size`."""
+        if self.cram is None:
+            return batch_size
+        parts = split_rows(batch_size, *self.cram.shares)
+        return int(min(rows.stop - rows.start for rows in parts))  # len() takes no huge ranges
 
     def _check_method(self) -> None:
         """Refuses a method together with CrAM or with early stopping."""

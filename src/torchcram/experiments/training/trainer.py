@@ -441,8 +441,11 @@ class _Epochs:
         model = data_parallel(trainer.model, device, ranks, batch_size=batch_size)
         task = recipe.build_task()
         self._unit = task.unit
+        _check_accumulation(recipe, batch_size, ranks)
         shares = _shares(recipe, ranks.shard.rows(batch_size))
-        objective = Objective(task.loss, task.class_dim, shares, trainer.teacher)
+        objective = Objective(
+            task.loss, task.class_dim, shares, trainer.teacher, task.count_targets
+        )
         self._step = make_step(
             model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
         )
@@ -728,6 +731,17 @@ def _shares(recipe: Recipe, rows: int) -> Shares:
     shares = WHOLE_BATCH if recipe.cram is None else recipe.cram.shares
     split_rows(rows, *shares)
     return shares
+
+
+def _check_accumulation(recipe: Recipe, batch_size: int, ranks: Ranks) -> None:
+    """Raises ValueError if a rank would have more micro-batches in a pass than samples."""
+    count, least = recipe.train.accumulation, recipe.least_samples(batch_size // ranks.world_size)
+    if count > least:
+        raise ValueError(
+            f"{recipe.name}: train.accumulation is {count}; allowed: at most {least}, the samples "
+            f"that each of {ranks.world_size} processes has in the smallest pass over a batch of "
+            f"{batch_size}"
+        )
 
 
 def _operators(recipe: Recipe) -> tuple[str, ...]:
