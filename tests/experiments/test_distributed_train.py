@@ -46,6 +46,7 @@ GIVEN = {
     "sgd": recipe(method="sgd"),
     "cram": recipe(),
     "batches that cannot be halved": recipe("train.batch_size=63"),
+    "adapters": recipe("lora={rank: 2}", "train.accumulation=2"),
     "micro-batches": recipe("train.batch_size=63", "train.accumulation=4"),
     "c-sam": recipe("cram.rule=C-SAM", "optimizer.name=adamw", "optimizer.lr=0.002"),
 }

@@ -259,6 +259,34 @@ class CramConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: adapters are trained in place of the weights, and merged into them after training.
+
+    Attributes:
+        rank: Rank of every adapter B A.
+        alpha: Scale of an adapter, which is multiplied by alpha / rank.
+        dropout: Dropout of the inputs of adapters.
+        targets: Regular expression for the names of the weights that get an adapter; null stands
+            for all that the task compresses by default.
+        also_train: Regular expression for the names of parameters that are trained as they are,
+            such as those of a new head; null for none.
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: str | None = None
+    also_train: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "rank", self.rank, "at least 1")
+        require(self.alpha >= 1, "alpha", self.alpha, "at least 1")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "from 0 to below 1")
+        for key in ("targets", "also_train"):
+            require_pattern(key, getattr(self, key))
+
+
+@dataclass(frozen=True)
 class CompressConfig:
     """One-shot compression of the trained model.
 
@@ -311,6 +339,7 @@ class Recipe:
         text: Tokenization, for tasks with texts.
         task: Task that is registered by its name; None derives the task from the other sections.
         method: Method to train with in place of CrAM; the model is then pruned after the training.
+        lora: Adapters to train in place of the weights; None trains the weights.
     """
 
     name: str
@@ -325,6 +354,7 @@ class Recipe:
     text: TextConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     task: TaskConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     method: MethodConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    lora: LoraConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         named = _NAME.fullmatch(self.name) is not None
@@ -337,6 +367,7 @@ class Recipe:
         self._check_shares()
         self._check_accumulation()
         self._check_method()
+        self._check_lora()
         self._check_task()
 
     def _check_shares(self) -> None:
@@ -371,6 +402,19 @@ class Recipe:
         stops = self.train.early_stopping is not None
         allowed = f"null, as {self.method.name} has a schedule of its own"
         require(not stops, "train.early_stopping", "given", allowed)
+
+    def _check_lora(self) -> None:
+        """Refuses adapters where something else decides what is trained."""
+        if self.lora is None:
+            return
+        if self.method is not None:
+            allowed = f"null, as {self.method.name} trains the weights themselves"
+            require(False, "lora", "given", allowed)
+        freeze, also = self.model.freeze, self.lora.also_train
+        allowed = "null, as lora freezes all weights but those of lora.also_train"
+        require(freeze is None, "model.freeze", freeze, allowed)
+        allowed = "a regular expression for the head, which is not pretrained for the task"
+        require(self.text is None or also is not None, "lora.also_train", also, allowed)
 
     def _check_schedule(self) -> None:
         """Refuses a scheduler of torch that ends before the training or counts other epochs."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import remove_leftovers, write_atomically
+from torchcram.integrations.adapters import has_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +42,7 @@ def require_state(
         ValueError: If it is not; the message names the part that differs.
     """
     parts = _mapping(state, "state", ("model", "optimizer", "random"))
-    _require_tensors(parts["model"], model.state_dict())
+    _require_tensors(parts["model"], saved_tensors(model))
     required = [key for key in optimizer.state_dict() if key != "param_groups"]
     states = _mapping(parts["optimizer"], "state of the optimizer", required)
     _require_moments(_mapping(states["state"], "state of the optimizer"), optimizer)
@@ -243,7 +244,23 @@ def state_of(model: nn.Module, optimizer: Optimizer, device: torch.device) -> di
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
-    return {"model": dict(model.state_dict()), "optimizer": optimizer_state, "random": random}
+    return {"model": saved_tensors(model), "optimizer": optimizer_state, "random": random}
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of a model that a checkpoint has; with adapters, no frozen weights."""
+    tensors: dict[str, Tensor] = dict(model.state_dict())
+    for name in frozen_tensors(model):
+        tensors.pop(name, None)
+    return tensors
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the frozen weights of a model with adapters; none of another model."""
+    if not has_adapters(model):
+        return {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if not parameter.requires_grad}
 
 
 def load_state_(
@@ -269,7 +286,8 @@ def load_state_(
 def _load_state_(
     model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: dict[str, Any]
 ) -> None:
-    model.load_state_dict(state["model"])
+    # `require_state` has compared the names, and frozen weights are not among them
+    model.load_state_dict(state["model"], strict=False)
     optimizer.load_state_dict({**optimizer.state_dict(), **state["optimizer"]})
     _align_(optimizer)
     torch.set_rng_state(state["random"]["cpu"])

@@ -32,6 +32,12 @@ from torchcram.experiments.io.weights import digest, load_model_, save_model
 from torchcram.experiments.machine import machine_name, versions
 from torchcram.experiments.metrics import best_index
 from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.recipe.adapters import (
+    add_adapters_,
+    hold_adapted_masks,
+    merged_model,
+    require_peft,
+)
 from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
@@ -43,6 +49,7 @@ from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.checkpoint import (
     checkpoint_path,
     forked_rng,
+    frozen_tensors,
     load_latest,
     load_state_,
     save_checkpoint,
@@ -178,6 +185,8 @@ def train(
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
             raise ValueError(f"{name}_interval={every!r}: at least 1 is allowed")
+    if recipe.lora is not None:
+        require_peft()
     teacher = _teacher(start, recipe, device)
     requested = RunInfo(
         seed=seed,
@@ -295,7 +304,8 @@ class Trainer:
         self._finish_method()
         score = policy.finish(epochs) if self.recipe.method is None else epochs.score()
         if self.ranks.is_first:
-            save_model(self.model, self.folder / MODEL)
+            with merged_model(self.model):
+                save_model(self.model, self.folder / MODEL)
             finished = Finished(
                 score.value,
                 self.seconds,
@@ -310,11 +320,14 @@ class Trainer:
         """Holds the masks of `start`, if it has any, for a `with` block."""
         if start is None or start.masks is None:
             return nullcontext()
-        weights = dict(self.model.named_parameters())
+        with merged_model(self.model):
+            weights = dict(self.model.named_parameters())
         masks = {
             name: torch.empty_like(weights[name], dtype=torch.bool).copy_(mask)
             for name, mask in start.masks.items()
         }
+        if self.recipe.lora is not None:
+            return hold_adapted_masks(self.model, self.optimizer, masks)
         return hold_masks(self.optimizer, weights, masks)
 
     # checkpoints
@@ -325,6 +338,8 @@ class Trainer:
             return
         training = state_of(self.model, self.optimizer, self.device)
         state = {"training": training, "seconds": self.seconds}
+        if self._frozen is not None:
+            state["frozen"] = self._frozen
         save_checkpoint(
             self.folder / CHECKPOINTS,
             self.done,
@@ -344,7 +359,8 @@ class Trainer:
             # only rank 0 reads: all continue from the same epoch and need not share a disk
             read = partial(load_latest, checkpoints, expected, before=before)
             latest = self.ranks.broadcast_from_rank0(read)
-            self._build(start, pretrained=latest is None)
+            # checkpoints of adapters do not have the weights that they belong to
+            self._build(start, pretrained=latest is None or self.recipe.lora is not None)
             if latest is None:
                 return
             before, state = latest
@@ -370,6 +386,8 @@ class Trainer:
             )
         model = to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
+        add_adapters_(recipe, self.model, seed=info.seed)
+        self._frozen = None if recipe.lora is None else digest(frozen_tensors(self.model))
         # only methods need to know beforehand how many steps there are
         steps = None if recipe.method is None else len(self.batches)
         self.optimizer = build_optimizer(recipe, self.model, seed=info.seed, steps_per_epoch=steps)
@@ -395,6 +413,11 @@ class Trainer:
         seconds = state.get("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
             return f"its seconds are {seconds!r:.80}, not a finite number"
+        if self._frozen is not None and state.get("frozen") != self._frozen:
+            raise ValueError(
+                f"{self.folder}: its adapters were trained on other weights than those that "
+                f"{self.recipe.model.name!r} has now; allowed: the same weights"
+            )
         try:
             load_state_(self.model, self.optimizer, self.device, state=state.get("training"))
         except ValueError as error:
@@ -450,7 +473,8 @@ class _Epochs:
             model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
         )
         operators = _operators(recipe)
-        self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
+        with merged_model(trainer.model):
+            self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
 
@@ -474,27 +498,29 @@ class _Epochs:
                 "a smaller learning rate or rho may help"
             )
         average_statistics_(self._model, self._ranks)
-        score = self.score() if test else None
-        return EpochRecord(
-            epoch=epoch + 1,
-            loss=loss,
-            compressed_loss=compressed_loss,
-            accuracy=None if score is None else score.value,
-            lr=lr,
-            mask_change=self._mask_change.update(),
-            images_per_second=self._images / (trained - begin),
-            seconds=time.perf_counter() - begin,
-            processes=self._ranks.world_size,
-            metric=self._recipe.metric,
-            unit=self._unit,
-            compressed_accuracy=self._score_watched() if test else None,
-            others=None if score is None else score.others,
-        )
+        with merged_model(self._model):
+            score = self.score() if test else None
+            return EpochRecord(
+                epoch=epoch + 1,
+                loss=loss,
+                compressed_loss=compressed_loss,
+                accuracy=None if score is None else score.value,
+                lr=lr,
+                mask_change=self._mask_change.update(),
+                images_per_second=self._images / (trained - begin),
+                seconds=time.perf_counter() - begin,
+                processes=self._ranks.world_size,
+                metric=self._recipe.metric,
+                unit=self._unit,
+                compressed_accuracy=self._score_watched() if test else None,
+                others=None if score is None else score.others,
+            )
 
     def score(self) -> Score:
         """Returns the score on the test split, of the model that a method would leave."""
         optimizer = self._optimizer
-        with optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext():
+        pruned = optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext()
+        with pruned, merged_model(self._model):
             return score_model(
                 self._model,
                 self._recipe,
@@ -672,7 +698,8 @@ class _EarlyStopping(_StopPolicy):
         if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
             state = trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(trainer.model))
             trainer.model.load_state_dict(state)
-        return score_on_test(trainer.model, trainer.recipe, trainer.data, device=trainer.device)
+        with merged_model(trainer.model):
+            return score_on_test(trainer.model, trainer.recipe, trainer.data, device=trainer.device)
 
     def clean_up(self) -> None:
         """Removes the copy of the best model, which is the model of the run now."""
