@@ -14,6 +14,7 @@ from torchcram.experiments.recipe.adapters import merged_model
 from torchcram.experiments.recipe.torch_names import make_optimizer
 from torchcram.experiments.seeds import global_seed
 from torchcram.optim.rules import RULES
+from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -165,6 +166,8 @@ def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         raise ValueError(f"{type(model).__name__} has no parameters to train")
     fused = True if parameters[0].is_cuda else None  # None: torch chooses
     if config.name == "sgd":
+        if is_sharded(parameters[0]):
+            fused = None  # torch has no fused step of SGD for shards
         return SGD(
             parameters,
             lr=config.lr,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import remove_leftovers, write_atomically
+from torchcram.experiments.training.shards import shard_as
 from torchcram.integrations.adapters import has_adapters
 
 if TYPE_CHECKING:
@@ -286,9 +287,20 @@ def load_state_(
 def _load_state_(
     model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: dict[str, Any]
 ) -> None:
+    tensors = saved_tensors(model)
+    loaded = {name: shard_as(value, tensors[name]) for name, value in state["model"].items()}
     # `require_state` has compared the names, and frozen weights are not among them
-    model.load_state_dict(state["model"], strict=False)
-    optimizer.load_state_dict({**optimizer.state_dict(), **state["optimizer"]})
+    model.load_state_dict(loaded, strict=False)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        number: {
+            name: shard_as(value, parameters[number]) if isinstance(value, Tensor) else value
+            for name, value in entries.items()
+        }
+        for number, entries in state["optimizer"]["state"].items()
+    }
+    states = {**optimizer.state_dict(), **state["optimizer"], "state": moments}
+    optimizer.load_state_dict(states)
     _align_(optimizer)
     torch.set_rng_state(state["random"]["cpu"])
     if device.type == "cuda" and "cuda" in state["random"]:

@@ -10,8 +10,8 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -75,6 +75,12 @@ from torchcram.experiments.training.run_folder import (
     write_info,
 )
 from torchcram.experiments.training.schedule import lr_at, set_lr_
+from torchcram.experiments.training.shards import (
+    check_sharded,
+    gather_into_,
+    gathered,
+    shard_,
+)
 from torchcram.experiments.training.steps import (
     WHOLE_BATCH,
     EagerStep,
@@ -152,6 +158,7 @@ def train(
     make_step: MakeStep = EagerStep,
     progress: Progress | None = None,
     ranks: Ranks = SINGLE,
+    sharded: bool = False,
 ) -> Trained:
     """Trains a model, or continues where an earlier call on the same folder stopped.
 
@@ -175,6 +182,8 @@ def train(
         make_step: Function that makes the `Step`: eager, or as CUDA graphs.
         progress: Function that is called on rank 0 after every epoch, and now and then in between.
         ranks: Processes that train together.
+        sharded: Whether the parameters are sharded over the processes (FSDP2), instead of a whole
+            copy in each of them (DDP). Either may continue what the other has begun.
 
     Raises:
         ValueError: If the folder holds another run, if the model does not take the data, if ranks
@@ -187,6 +196,8 @@ def train(
             raise ValueError(f"{name}_interval={every!r}: at least 1 is allowed")
     if recipe.lora is not None:
         require_peft()
+    if sharded:
+        check_sharded(recipe, ranks, holds_masks=start is not None and start.masks is not None)
     teacher = _teacher(start, recipe, device)
     requested = RunInfo(
         seed=seed,
@@ -196,7 +207,9 @@ def train(
         versions=versions(),
     )
     intervals = {"eval_interval": eval_interval, "checkpoint_interval": checkpoint_interval}
-    ranks.require_same({**identity(recipe, requested), **intervals, "device": device.type})
+    ranks.require_same(
+        {**identity(recipe, requested), **intervals, "device": device.type, "sharded": sharded}
+    )
     with ExitStack() as stack:
         stack.enter_context(forked_rng(device, seed))
         info, finished = ranks.broadcast_from_rank0(
@@ -218,6 +231,7 @@ def train(
                     teacher=teacher,
                     device=device,
                     ranks=ranks,
+                    sharded=sharded,
                 )
             )
             task = recipe.build_task()
@@ -256,6 +270,7 @@ class Trainer:
         teacher: Model on `device`, in eval mode, to learn from where the recipe has distillation.
         device: Device that everything is computed on.
         ranks: Processes that train together.
+        sharded: Whether the parameters are sharded over the processes.
 
     Attributes:
         model: Model that is trained.
@@ -275,7 +290,9 @@ class Trainer:
         teacher: nn.Module | None = None,
         device: torch.device,
         ranks: Ranks = SINGLE,
+        sharded: bool = False,
     ) -> None:
+        self._sharded = sharded
         self.recipe, self.folder, self.info, self.data = recipe, folder, info, data
         self.teacher, self.device, self.ranks = teacher, device, ranks
         self.done, self.seconds = 0, 0.0
@@ -303,9 +320,10 @@ class Trainer:
                 epochs.report(record.epoch, record)
         self._finish_method()
         score = policy.finish(epochs) if self.recipe.method is None else epochs.score()
+        with self.whole_model() as model:
+            if self.ranks.is_first:
+                save_model(model, self.folder / MODEL)
         if self.ranks.is_first:
-            with merged_model(self.model):
-                save_model(self.model, self.folder / MODEL)
             finished = Finished(
                 score.value,
                 self.seconds,
@@ -330,13 +348,31 @@ class Trainer:
             return hold_adapted_masks(self.model, self.optimizer, masks)
         return hold_masks(self.optimizer, weights, masks)
 
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Gives the model to test and save for a `with` block, that all ranks enter together.
+
+        Adapters are merged in it, and shards are gathered.
+        """
+        if self._whole is None:
+            with merged_model(self.model):
+                yield self.model
+            return
+        gather_into_(self._whole, self.model)
+        whole = self._whole
+        yield whole if self.device.type == "cpu" else to_device(copy.deepcopy(whole), self.device)
+
     # checkpoints
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint, on rank 0."""
-        if not self.ranks.is_first:
+        if not self.ranks.is_first and not self._sharded:
             return
         training = state_of(self.model, self.optimizer, self.device)
+        if self._sharded:
+            training = gathered(training, keep=self.ranks.is_first)
+        if not self.ranks.is_first:
+            return
         state = {"training": training, "seconds": self.seconds}
         if self._frozen is not None:
             state["frozen"] = self._frozen
@@ -384,8 +420,11 @@ class Trainer:
                 seed=info.seed,
                 pretrained=recipe.model.pretrained and pretrained,
             )
-        model = to_device(model, self.device)
+        self._whole = copy.deepcopy(model) if self._sharded else None
+        model = model.to(self.device) if self._sharded else to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
+        if self._sharded:
+            shard_(self.model, self.device, self.ranks)
         add_adapters_(recipe, self.model, seed=info.seed)
         self._frozen = None if recipe.lora is None else digest(frozen_tensors(self.model))
         # only methods need to know beforehand how many steps there are
@@ -450,6 +489,7 @@ class _Epochs:
         make_step: MakeStep,
         progress: Progress | None,
     ) -> None:
+        self._trainer = trainer
         device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
         self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
         self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
@@ -473,8 +513,8 @@ class _Epochs:
             model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
         )
         operators = _operators(recipe)
-        with merged_model(trainer.model):
-            self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
+        with trainer.whole_model() as whole:
+            self._mask_change = MaskChange(cram_weights(recipe, whole), operators)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
 
@@ -498,8 +538,8 @@ class _Epochs:
                 "a smaller learning rate or rho may help"
             )
         average_statistics_(self._model, self._ranks)
-        with merged_model(self._model):
-            score = self.score() if test else None
+        with self._trainer.whole_model() as whole:
+            score = self._score(whole) if test else None
             return EpochRecord(
                 epoch=epoch + 1,
                 loss=loss,
@@ -512,17 +552,20 @@ class _Epochs:
                 processes=self._ranks.world_size,
                 metric=self._recipe.metric,
                 unit=self._unit,
-                compressed_accuracy=self._score_watched() if test else None,
+                compressed_accuracy=self._score_watched(whole) if test else None,
                 others=None if score is None else score.others,
             )
 
     def score(self) -> Score:
         """Returns the score on the test split, of the model that a method would leave."""
+        with self._trainer.whole_model() as whole:
+            return self._score(whole)
+
+    def _score(self, whole: nn.Module) -> Score:
         optimizer = self._optimizer
-        pruned = optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext()
-        with pruned, merged_model(self._model):
+        with optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext():
             return score_model(
-                self._model,
+                whole,
                 self._recipe,
                 self._data,
                 self._test,
@@ -563,12 +606,12 @@ class _Epochs:
         at_w, *others = self._ranks.all_reduce_sum(*shares)
         return at_w, others[0] if others else None
 
-    def _score_watched(self) -> float | None:
+    def _score_watched(self, whole: nn.Module) -> float | None:
         """Returns the score of the model compressed to the target that the recipe watches."""
         if self._recipe.compress.watch is None:
             return None
         (small,) = compressed_models(
-            self._model,
+            whole,
             self._recipe,
             self._data,
             [self._recipe.compress.watch],
@@ -698,8 +741,8 @@ class _EarlyStopping(_StopPolicy):
         if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
             state = trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(trainer.model))
             trainer.model.load_state_dict(state)
-        with merged_model(trainer.model):
-            return score_on_test(trainer.model, trainer.recipe, trainer.data, device=trainer.device)
+        with trainer.whole_model() as whole:
+            return score_on_test(whole, trainer.recipe, trainer.data, device=trainer.device)
 
     def clean_up(self) -> None:
         """Removes the copy of the best model, which is the model of the run now."""
