@@ -240,8 +240,7 @@ def train(
                 trainer.fit(policy, make_step, progress if ranks.is_first else None)
     if ranks.world_size == 1:
         return load_trained(folder, device)
-    trained = ranks.broadcast_from_rank0(lambda: load_trained(folder, CPU))
-    return replace(trained, model=to_device(trained.model, device))
+    return _load_on_all(folder, device, ranks)
 
 
 def load_trained(folder: Path, device: torch.device) -> Trained:
@@ -256,6 +255,20 @@ def load_trained(folder: Path, device: torch.device) -> Trained:
     model = build_initial_model(recipe, classes=len(info.data.classes), seed=0, pretrained=False)
     load_model_(model, folder / MODEL)
     return Trained(recipe, info, info.finished, to_device(model, device).eval())
+
+
+def _load_on_all(folder: Path, device: torch.device, ranks: Ranks) -> Trained:
+    """Returns the finished training of a folder that only rank 0 has to see."""
+
+    def load() -> tuple[Recipe, RunInfo, Finished, dict[str, Tensor]]:
+        trained = load_trained(folder, CPU)
+        # not the model itself: its hooks may be functions that cannot be sent
+        return trained.recipe, trained.info, trained.finished, _on_cpu(trained.model)
+
+    recipe, info, finished, state = ranks.broadcast_from_rank0(load)
+    model = build_initial_model(recipe, classes=len(info.data.classes), seed=0, pretrained=False)
+    model.load_state_dict(state)
+    return Trained(recipe, info, finished, to_device(model, device).eval())
 
 
 class Trainer:
