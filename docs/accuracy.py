@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from statistics import mean, stdev
 
-ROOT = Path(__file__).parent.parent
-PICTURE = ROOT / "docs" / "accuracy.png"
+import figures
+
+PICTURE = figures.DOCS / "accuracy.png"
 PANELS = {
     "cifar10-jpeg/resnet20": "ResNet20 on CIFAR-10 (as JPEG)",
     "tiny-imagenet-200/resnet18-64": "ResNet18 on Tiny ImageNet",
@@ -20,7 +20,7 @@ Curve = list[tuple[float, float, float]]
 
 def read_curve(panel: str, method: str) -> Curve:
     """Returns sparsity, mean accuracy and its deviation over the seeds, all in percent."""
-    seeds = json.loads((ROOT / "results" / panel / f"{method}.json").read_text())["seeds"]
+    seeds = json.loads((figures.RESULTS / panel / f"{method}.json").read_text())["seeds"]
     scores = {0.0: [seed["dense"] for seed in seeds]}
     for level in LEVELS:
         targets = [t for seed in seeds for t in seed["targets"]]
@@ -39,35 +39,30 @@ def read_curves() -> dict[str, dict[str, Curve]]:
 
 def draw() -> None:
     """Writes the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    figure, (axes,) = figures.new_figure(1, 2, size=(8, 3.4))
     curves = read_curves()
-    styles = {"sgd": ("#d55e00", "s", "--"), "cram-plus-multi": ("#0072b2", "o", "-")}
     for axis, (panel, title) in zip(axes, PANELS.items(), strict=True):
-        for method, (color, marker, line) in styles.items():
+        for method in METHODS:
+            style = figures.STYLES[method]
             x, y, deviation = zip(*curves[panel][method], strict=True)
-            axis.errorbar(x, y, deviation, color=color, marker=marker, linestyle=line, linewidth=2)
+            axis.errorbar(x, y, deviation, linewidth=2, **style.options)
             for sparsity, accuracy in list(zip(x, y, strict=True))[-2:]:
                 offset, align = ((-8, -4), "right") if method == "sgd" else ((0, 8), "center")
                 if method != "sgd" and sparsity == x[-1]:
                     offset, align = (7, -4), "left"
-                text = {"textcoords": "offset points", "ha": align, "color": color, "fontsize": 10}
-                axis.annotate(f"{accuracy:.0f}", (sparsity, accuracy), offset, **text)
+                text = {"textcoords": "offset points", "ha": align, "fontsize": 10}
+                point = (sparsity, accuracy)
+                axis.annotate(f"{accuracy:.0f}", point, offset, color=style.color, **text)
             at, height = (60, 0.83) if method == "sgd" else (25, 1.05)
-            axis.text(at, height * y[0], METHODS[method], ha="center", color=color, weight="bold")
+            text = {"ha": "center", "color": style.color, "weight": "bold"}
+            axis.text(at, height * y[0], METHODS[method], **text)
         axis.set(title=title, ylim=(0, 1.15 * y[0]), xlabel="weights set to zero in one shot, %")
         axis.set_xlim(-5, 104)
         axis.set_xticks([0, 50, 70, 80, 90, 95])
         axis.tick_params(axis="x", labelsize=8)
-        axis.grid(color="#e4e4e4")
-        axis.set_axisbelow(True)
+        figures.add_grid(axis)
     axes[0].set_ylabel("test accuracy, %")
-    figure.savefig(PICTURE, dpi=150, metadata={"Description": json.dumps(curves)})
+    figures.save(figure, PICTURE, curves)
 
 
 if __name__ == "__main__":

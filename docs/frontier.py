@@ -11,26 +11,26 @@ The tables stand in docs/results.md between `<!-- frontier:cifar10-jpeg/resnet20
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import figures
+from figures import RESULTS
+
 from torchcram.experiments.evaluation.results import Result, read_result
 from torchcram.experiments.io.dict_diff import differences
 from torchcram.report import summary
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results"
-PICTURE, PAGE = ROOT / "docs" / "frontier.png", ROOT / "docs" / "results.md"
+PICTURE, PAGE = figures.DOCS / "frontier.png", figures.DOCS / "results.md"
 DENSE = "dense"
 MAY_DIFFER = {"name", "title", "train.epochs", "schedule.warmup_epochs"}
-STYLES = {  # colour, marker, line
-    "plain": ("#d55e00", "s", "--"),
-    "CrAM+, 2.0x": ("#0072b2", "o", "-"),
-    "CrAM+, 1.5x": ("#009e73", "^", "-"),
-    "CrAM+, 1.0x": ("#cc79a7", "D", "-"),
+STYLES = {
+    "plain": figures.STYLES["sgd"],
+    "CrAM+, 2.0x": figures.STYLES["cram-plus-multi"],
+    "CrAM+, 1.5x": figures.STYLES["cram-plus-multi-1.5x"],
+    "CrAM+, 1.0x": figures.STYLES["cram-plus-multi-1x"],
 }
 FAR = 5.0  # points; where plain training is further below, its curve would flatten the others
 
@@ -140,8 +140,8 @@ def _points(results: list[Result], target: str) -> list[Point]:
         score = summary.dense(result) if target == DENSE else rows[target].after
         cost = summary.cost([result])
         assert cost is not None  # noqa: S101  `read_form` refuses it
-        deviation = score.std if len(result.seeds) > 1 else None
-        points.append((cost.passes, *(round(100 * x, 2) for x in (score.mean, deviation or 0.0))))
+        deviation = figures.seed_deviation(result, score)
+        points.append((cost.passes, *(round(100 * x, 2) for x in (score.mean, deviation))))
     return points
 
 
@@ -151,7 +151,7 @@ def table(panel: str, results: Path = RESULTS) -> str:
     members = [result for form in STYLES for result in read_form(panel, form, results)]
     shown = sorted(members, key=lambda result: getattr(summary.cost([result]), "passes", 0.0))
     header = ["method", "epochs", "passes", DENSE, *(f"`{target}`" for target in targets), "seeds"]
-    rows = [header, ["---", *["--:"] * (len(header) - 1)]]
+    rows = []
     for result in shown:
         scores = summary.summaries(result)
         after = [str(scores[target].after) if target in scores else "" for target in targets]
@@ -164,7 +164,7 @@ def table(panel: str, results: Path = RESULTS) -> str:
         f"Test {metrics} in % on {data}, mean ± standard deviation where there are several seeds. "
         f"{summary.PASSES.capitalize()}."
     )
-    return "\n".join([*("| " + " | ".join(row) + " |" for row in rows), "", note])
+    return f"{figures.markdown_table(header, rows)}\n\n{note}"
 
 
 def update(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
@@ -175,12 +175,8 @@ def update(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
     """
     missing = []
     for panel in read_curves(results):
-        section = re.compile(
-            rf"(<!-- frontier:{re.escape(panel)} -->\n).*?(<!-- end frontier -->)", re.S
-        )
-        content = table(panel, results)
-        text, count = section.subn(lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text)
-        missing += [] if count else [panel]
+        text, known = figures.update_section(text, "frontier", panel, table(panel, results))
+        missing += [] if known else [panel]
     return text, missing
 
 
@@ -190,23 +186,12 @@ def draw(results: Path = RESULTS, picture: Path = PICTURE) -> None:
     Raises:
         ValueError: If there are no results.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     curves = read_curves(results)
     if not curves:
         raise ValueError(f"{results} has no results of {', '.join(PANELS)}")
-    pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     columns = max(len(targets) for targets in curves.values())
-    figure, grid = pyplot.subplots(
-        len(curves),
-        columns,
-        figsize=(2.3 * columns, 2.6 * len(curves) + 0.5),
-        layout="constrained",
-        squeeze=False,
-    )
+    size = (2.3 * columns, 2.6 * len(curves) + 0.5)
+    figure, grid = figures.new_figure(len(curves), columns, size=size, font_size=10)
     for axes, (panel, targets) in zip(grid, curves.items(), strict=True):
         for axis in axes[len(targets) :]:
             axis.set_axis_off()
@@ -215,14 +200,8 @@ def draw(results: Path = RESULTS, picture: Path = PICTURE) -> None:
             axis.set_title(target, fontsize=10)
             axis.set_xlabel("passes")
         axes[0].set_ylabel(f"{PANELS[panel].title}\n%", fontsize=9)
-    handles = {}
-    for axis in grid.flat:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False
-    )
-    figure.savefig(picture, dpi=150, metadata={"Description": json.dumps(curves)})
+    figures.add_legend(figure, grid.flat, loc="outside upper center", ncols=4)
+    figures.save(figure, picture, curves)
 
 
 def _draw_target(axis: Any, forms: dict[str, list[Point]]) -> None:  # noqa: ANN401
@@ -231,13 +210,12 @@ def _draw_target(axis: Any, forms: dict[str, list[Point]]) -> None:  # noqa: ANN
     for form, points in forms.items():
         if not points:
             continue
-        color, marker, line = STYLES[form]
         x, y, deviation = zip(*points, strict=True)
-        style = {"color": color, "marker": marker, "linestyle": line, "label": form}
+        style = {**STYLES[form].options, "label": form}
         if form == "plain" and ours and max(y) < min(ours) - FAR:
             axis.errorbar([], [], **style)  # for the legend
             text = f"plain: {min(y):.0f} to {max(y):.0f}"
-            axis.text(0.5, 0.02, text, transform=axis.transAxes, ha="center", color=color)
+            axis.text(0.5, 0.02, text, transform=axis.transAxes, ha="center", color=style["color"])
             continue
         axis.errorbar(x, y, deviation, markersize=5, linewidth=1.5, **style)
     if ours:
@@ -247,8 +225,7 @@ def _draw_target(axis: Any, forms: dict[str, list[Point]]) -> None:  # noqa: ANN
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.tick_params(labelsize=8)
-    axis.grid(color="#e4e4e4")
-    axis.set_axisbelow(True)
+    figures.add_grid(axis)
 
 
 def main() -> None:
@@ -257,7 +234,7 @@ def main() -> None:
     text, missing = update(PAGE.read_text("utf-8"))
     PAGE.write_text(text, "utf-8")
     for panel in missing:
-        print(f"<!-- frontier:{panel} -->\n{table(panel)}\n<!-- end frontier -->\n")  # noqa: T201
+        print(figures.section("frontier", panel, table(panel)), end="\n\n")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import io
 import os
@@ -23,6 +24,7 @@ from torchcram.experiments.training.checkpoint import (
     save_checkpoint,
     state_of,
 )
+from torchcram.experiments.training.weight_average import WeightAverage
 
 WHO = {"recipe": {"cram": {"rho": 0.1, "operators": ["global:0.5"]}, "name": "a/b/c"}, "seed": 0}
 
@@ -243,6 +245,45 @@ def test_groups_are_not_saved():
     assert state.keys() == {"model", "optimizer", "random"}
     assert state["optimizer"].keys() == {"state"}
     assert state["random"].keys() == {"cpu"}
+
+
+def test_an_average_is_saved_and_loaded():
+    model, optimizer = stepped(torch.contiguous_format)
+    average, other = WeightAverage(model, 0.9), WeightAverage(model, 0.9)
+    average.update_parameters(model)
+    with torch.no_grad():
+        average.module[0].weight.add_(1)
+    state = state_of(model, optimizer, CPU, average=average)
+    load_state_(model, optimizer, CPU, state=state, average=other)
+    assert torch.equal(other.module[0].weight, model[0].weight + 1)
+    assert int(other.n_averaged) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.pop("average"), "its state has no 'average'"),
+        (lambda state: state["average"].pop("n_averaged"), "its average of the weights has no "),
+        (lambda state: state["average"]["n_averaged"].fill_(-10), "is that of -10 steps"),
+        (lambda state: state.update(average=3), "its average of the weights is 3, not a mapping"),
+        (
+            lambda state: state["average"].update({"module.0.bias": torch.ones(2)}),
+            r"its 'module.0.bias' is float32 of shape \(2,\); expected: float32 of shape \(4,\)",
+        ),
+    ],
+)
+def test_a_wrong_average_is_named_and_nothing_loaded(change, said):
+    model, optimizer = stepped(torch.contiguous_format)
+    average = WeightAverage(model, 0.9)
+    average.update_parameters(model)
+    state = state_of(model, optimizer, CPU, average=average)
+    state = copy.deepcopy(state)
+    change(state)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(ValueError, match=said):
+        load_state_(model, optimizer, CPU, state=state, average=average)
+    assert not model[0].weight.any()
 
 
 def test_state_takes_the_layout_of_the_parameters_it_is_for():

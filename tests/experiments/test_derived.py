@@ -130,6 +130,13 @@ def test_cram_can_be_held_to_masks_too(tmp_path, source, data):
     assert found.sparsity == pytest.approx(0.8, abs=1e-3)
 
 
+def test_zeros_are_held_in_an_average_of_the_weights(tmp_path, source, data):
+    found = tuned(source, "global:0.8", tmp_path / "on", data, "train.ema=0.9")
+    assert found.sparsity == found.origin.sparsity == pytest.approx(0.8, abs=1e-3)
+    tuned(source, "global:0.8", tmp_path / "off", data)
+    assert weights(tmp_path / "on") != weights(tmp_path / "off")
+
+
 class Forgetful(EagerStep):
     """Sets a weight after the step, whatever the masks say."""
 

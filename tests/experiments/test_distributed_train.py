@@ -22,11 +22,13 @@ from torchcram.experiments.recipe.methods import MethodConfig
 from torchcram.experiments.results_store import load_or_measure
 from torchcram.experiments.tasks import images
 from torchcram.experiments.training import log as runlog
+from torchcram.experiments.training import trainer
 from torchcram.experiments.training.data_parallel import average_statistics_, seed_epoch
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import load_trained
+from torchcram.experiments.training.weight_average import WeightAverage
 
 RANKS, STEPS = 2, 5
 
@@ -48,6 +50,7 @@ GIVEN = {
     "batches that cannot be halved": recipe("train.batch_size=63"),
     "adapters": recipe("lora={rank: 2}", "train.accumulation=2"),
     "micro-batches": recipe("train.batch_size=63", "train.accumulation=4"),
+    "average": recipe("train.ema=0.8"),
     "c-sam": recipe("cram.rule=C-SAM", "optimizer.name=adamw", "optimizer.lr=0.002"),
 }
 
@@ -104,6 +107,21 @@ def keeping():
     return kept, Keeping
 
 
+@contextmanager
+def averages():
+    """A list that averages of weights are put into."""
+    kept = []
+
+    class Kept(WeightAverage):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            kept.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "WeightAverage", Kept)
+        yield kept
+
+
 def noting_seeds(seeds):
     """Steps that note the seed of the global generator at every epoch."""
 
@@ -142,8 +160,13 @@ def trainings(rank, folder):
         assert bool(heard) == (rank == 0)
 
         kept, make_step = keeping()
-        trained = run(folder / "normed", recipe(epochs=2), data, ranks=ranks, make_step=make_step)
-        assert_same_on_all_ranks(kept[0].state_dict())
+        with averages() as averaged:
+            given = recipe("train.ema=0.8", epochs=2)
+            trained = run(folder / "normed", given, data, ranks=ranks, make_step=make_step)
+        for one in (kept[0], averaged[0]):
+            assert_same_on_all_ranks(one.state_dict())
+        for name, value in averaged[0].module.state_dict().items():
+            assert torch.equal(value, trained.model.state_dict()[name]), name
         found = load_or_measure(folder / "normed", trained, data, device=CPU, ranks=ranks)
         assert found == load_or_measure(folder / "normed", trained, data, device=CPU, ranks=ranks)
 

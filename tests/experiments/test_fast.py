@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import CPU, digits, recipe
+from runs import CPU, digits, recipe, run, weights
 
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training import cuda_graph_steps as fast
@@ -37,9 +37,17 @@ def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method, accum
             for _ in range(len(batches)):
                 step.run()
         found.append((step.losses(), model.state_dict()))
-    (eager, weights), (captured, others) = found
+    (eager, state), (captured, others) = found
     assert captured == eager
-    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    assert all(torch.equal(value, others[name]) for name, value in state.items())
+
+
+def test_an_average_of_the_weights_follows_captured_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(fast, "StepGraphs", Called)
+    given, data = recipe("train.ema=0.8", epochs=1), digits(train=192, test=10)
+    for kind in (EagerStep, fast.GraphStep):
+        run(tmp_path / kind.__name__, given, data, make_step=kind)
+    assert weights(tmp_path / "GraphStep") == weights(tmp_path / "EagerStep")
 
 
 def test_the_cpu_takes_eager_steps():

@@ -164,6 +164,7 @@ def test_the_seed_of_a_run_draws_the_adapters():
         (["lora.alpha=0"], "lora.alpha is 0; allowed: at least 1"),
         (["lora.dropout=1"], "lora.dropout is 1.0; allowed: from 0 to below 1"),
         (["lora.targets='('"], r"lora.targets is '\(': .*; allowed: a regular expression"),
+        (["train.ema=0.9"], "train.ema is 0.9; allowed: null, as the average of adapters is not"),
         (["lora.ranks=8"], "lora.ranks is no known key .did you mean 'rank'"),
         (["model.freeze=fc"], "model.freeze is 'fc'; allowed: null, as lora freezes all weights"),
         (

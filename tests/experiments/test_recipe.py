@@ -67,7 +67,12 @@ recipes = st.builds(
     st.builds(DataConfig, parts, st.sampled_from(AUGMENTS), st.integers(1, 999)),
     st.builds(ModelConfig, st.sampled_from(["resnet20", "torchvision/vgg11"])),
     st.builds(
-        TrainConfig, st.integers(9, 999), st.integers(1), st.sampled_from(PRECISIONS), fractions
+        TrainConfig,
+        st.integers(9, 999),
+        st.integers(1),
+        st.sampled_from(PRECISIONS),
+        fractions,
+        ema=st.none() | fractions.filter(bool),
     ),
     st.builds(OptimizerConfig, st.sampled_from(OPTIMIZERS), st.floats(0, 10), fractions, fractions),
     st.builds(ScheduleConfig, st.sampled_from(SCHEDULES), st.integers(0, 9)),
@@ -134,12 +139,16 @@ def cases():
     """One recipe for all that would take the very same step; of large models one plain step each.
 
     What CrAM does to those is in the recipes of the small ones, and all its arguments are checked
-    above.
+    above. The other methods of large models train a small one.
     """
     found = {}
     for recipe in EVERY.values():
-        alike = recipe if recipe.model.name in SMALL else replace(recipe, cram=None, method=None)
-        method = None if alike.method is None else alike.method.name
+        alike = recipe
+        if recipe.model.name not in SMALL and recipe.method is None:
+            alike = replace(recipe, cram=None)
+        elif recipe.model.name not in SMALL:
+            alike = replace(recipe, model=EVERY[SGD20].model)
+        method = None if alike.method is None else (alike.method.name, str(alike.method.args))
         found.setdefault((alike.model.name, alike.cram, method), alike)
     return [pytest.param(recipe, id=recipe.name) for recipe in found.values()]
 
@@ -174,7 +183,7 @@ ROWS = {
         sgd sgd-2x sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm cram-plus-4bits
         cram-plus-multi-finetune-10 cram-plus-multi-finetune-20""",
     "imagenet/resnet18": "sgd sam cram-plus-k50 cram-plus-k70 cram-plus-multi cram-plus-nm",
-    "tiny-imagenet-200/resnet18-64": "sgd sgd-2x sam cram-plus-multi cram-plus-nm",
+    "tiny-imagenet-200/resnet18-64": "sgd sgd-2x sam cram-plus-k50 cram-plus-multi cram-plus-nm",
     "tiny-imagenet-200/resnet50-64": "sgd sgd-2x sam cram-plus-multi",
     "digits/convnet-digits": "sgd cram-plus-multi",
     "flowers102/resnet50": "transfer",
@@ -189,6 +198,32 @@ ROWS = {
 @pytest.mark.parametrize("table", ROWS)
 def test_the_rows_of_the_paper_are_there(table):
     assert {f"{table}/{method}" for method in ROWS[table].split()} <= EVERY.keys()
+
+
+COMPARED = {  # methods with one training for each sparsity, in percent
+    "cifar10/resnet20": ("gradual-magnitude dpf acdc str", (50, 70, 80, 90, 95)),
+    "cifar10-jpeg/resnet20": ("gradual-magnitude dpf acdc str", (50, 70, 80, 90, 95)),
+    "tiny-imagenet-200/resnet18-64": (
+        "gradual-magnitude acdc str lottery-tickets gradual-obs",
+        (80, 90),
+    ),
+    "squad/minilm-l6": (
+        "gradual-magnitude movement soft-movement platon l0 gradual-obs",
+        (50, 60, 70, 80),
+    ),
+}
+
+
+@pytest.mark.parametrize("table", COMPARED)
+def test_methods_to_compare_with_have_a_recipe_for_each_sparsity(table):
+    methods, levels = COMPARED[table]
+    for method in methods.split():
+        for level in levels:
+            recipe = ALL[f"{table}/{method}-k{level}"]
+            assert recipe.method.name == method
+            assert float(recipe.method.target.partition(":")[2]) == level / 100
+            assert recipe.compress.to == (recipe.method.target,)
+            assert recipe.title.endswith(f", trained for {level} %")
 
 
 def test_titles_are_different_within_a_table():
@@ -241,8 +276,10 @@ def test_every_multi_has_its_cheaper_forms_and_a_plain_training_of_its_cost():
         for form, passes in per_epoch.items():
             recipe = ALL[name + form]
             assert recipe.passes == passes * whole.train.epochs
+            # different samples in the two passes: the ascent does not pay
+            assert recipe.cram.rho == (None if form == "-1x" else whole.cram.rho)
             shares = {"dense_share": 1.0, "compressed_share": 1.0}
-            cram = replace(recipe.cram, **shares)
+            cram = replace(recipe.cram, rho=whole.cram.rho, **shares)
             assert replace(recipe, name=name, title=whole.title, cram=cram) == whole
             assert recipe.title.startswith(whole.title.partition(",")[0])
             assert form == "" or {"-1.5x": ", 1.5x", "-1x": ", 1.0x"}[form] in recipe.title

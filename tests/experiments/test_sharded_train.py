@@ -184,6 +184,7 @@ def test_blocks_of_a_decoder_are_its_layers():
     ("chosen", "message"),
     [
         (recipe("lora={}"), "does not work with the section lora"),
+        (recipe("train.ema=0.9"), r"does not work with train.ema"),
         (recipe("cram.mask_interval=4"), "does not work with cram.mask_interval=4"),
         (recipe("train.batch_size=63"), "train.batch_size=63, which 2 processes do not divide"),
         (recipe("train.early_stopping={}"), "does not work with train.early_stopping"),

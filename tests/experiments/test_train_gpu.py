@@ -13,6 +13,7 @@ from torchcram.experiments.training.cuda_graph_steps import GraphStep, make_step
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.steps import EagerStep, Objective
 from torchcram.experiments.training.trainer import load_trained
+from torchcram.experiments.training.weight_average import WeightAverage
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +77,44 @@ def test_steps_do_not_wait_for_the_device(tmp_path, data):
 
     run(tmp_path, recipe(method="sgd", epochs=2), data, device=CUDA, make_step=Strict)
     assert len(read_log(tmp_path)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("make", [EagerStep, make_step], ids=["eager", "captured"])
+@pytest.mark.parametrize("name", ["sgd", "cram-plus-multi", "cram-plus-multi-1x"])
+def test_an_average_follows_every_step_without_waiting_for_the_device(
+    tmp_path, data, make, name, monkeypatch
+):
+    update, states, kept = WeightAverage.update_parameters, [], []
+
+    def strict(self, model):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            update(self, model)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        kept[:] = [self]
+        states.append({key: value.clone() for key, value in model.state_dict().items()})
+
+    def made(*arguments, **options):
+        step = make(*arguments, **options)
+        assert isinstance(step, GraphStep) == (make is make_step)
+        return step
+
+    monkeypatch.setattr(WeightAverage, "update_parameters", strict)
+    given = recipe("train.ema=0.8", method=name, epochs=2)
+    found = run(tmp_path, given, data, device=CUDA, make_step=made)
+    assert len(states) == 2 * 1024 // given.train.batch_size
+    weights = {key: value.double() for key, value in states[0].items()}
+    for t, state in enumerate(states[1:], 1):
+        d = min(0.8, (1 + t) / (10 + t))
+        weights = {key: d * value + (1 - d) * state[key] for key, value in weights.items()}
+    for key, value in found.model.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), weights[key], rtol=1e-4, atol=1e-5, msg=key)
+        else:
+            assert torch.equal(value, states[-1][key])
+        assert torch.equal(value, kept[0].module.state_dict()[key])
 
 
 def colours(count):

@@ -66,7 +66,16 @@ KEYS = (
         "1",
         "~",
     ),
-    *("early_stopping", "distillation", "freeze", "calibration_samples", "watch", "[a]", "{a: b}"),
+    *(
+        "early_stopping",
+        "distillation",
+        "ema",
+        "freeze",
+        "calibration_samples",
+        "watch",
+        "[a]",
+        "{a: b}",
+    ),
 )
 WORDS = (*VALUES, *KEYS, "\n", "\n\n", ": ", "- ", "  ", "#", "---\n", "...\n", "\t", "%YAML 9.9\n")
 

@@ -9,6 +9,7 @@ from PIL import Image
 from result_samples import result, seed
 
 from torchcram.experiments.evaluation.results import TransferSource, write_result
+from torchcram.experiments.recipe import recipe_names
 from torchcram.report.markdown_tables import markdown_table
 from torchcram.report.results_table import result_table
 from torchcram.report.summary import trained_for
@@ -115,6 +116,30 @@ def test_the_picture_carries_its_numbers(tmp_path):
     DRAWING["draw"](tmp_path, tmp_path / "transfer.png")
     shown = json.loads(Image.open(tmp_path / "transfer.png").text["Description"])
     assert shown == json.loads(json.dumps(DRAWING["read_curves"](tmp_path)))
+
+
+def test_models_trained_for_single_sparsities_share_a_curve(tmp_path):
+    for each in [
+        moved("sgd", "dense", "cats", 0.8),
+        moved("acdc-k90", "global:0.9", "cats", 0.7, dense="sgd"),
+        moved("acdc-k80", "global:0.8", "cats", 0.75, dense="sgd"),
+        moved("cram-plus-k50", "dense", "cats", 0.8),
+        moved("cram-plus-k70", "dense", "cats", 0.8),  # has no curve
+        moved("sgd-k80", "global:0.8", "cats", 0.7, dense="sgd"),
+    ]:
+        write_result(each, tmp_path / each.path)
+    curves = DRAWING["read_curves"](tmp_path)["cats"]
+    assert list(curves.items()) == [
+        ("sgd", [(0, 0)]),
+        ("cram-plus-k50", [(0, 0)]),
+        ("acdc", [(80, 25), (90, 50)]),
+    ]
+
+
+def test_every_source_of_the_picture_has_a_style_and_a_recipe():
+    sparse = [f"{method}-k{level}" for method in DRAWING["PER_TARGET"] for level in (80, 90)]
+    assert {f"{TINY}/{method}" for method in (*DRAWING["FOR_ALL"], *sparse)} <= {*recipe_names()}
+    assert {*DRAWING["FOR_ALL"], *DRAWING["PER_TARGET"]} <= DRAWING["figures"].STYLES.keys()
 
 
 def test_nothing_is_drawn_without_results(tmp_path):

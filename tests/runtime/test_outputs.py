@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchcram.runtime.outputs import outputs_close, tensor_error
+from torchcram.runtime.outputs import output_error, outputs_close, tensor_error
 
 
 @dataclass
@@ -87,3 +87,27 @@ def test_dtypes_and_empty_tensors():
     assert tensor_error(torch.empty(0), torch.empty(0)) == (0, 0)
     assert tensor_error(torch.tensor([1, 2]), torch.tensor([1, 3])).error == torch.inf
     assert tensor_error(torch.zeros(2), torch.tensor([0.0, 1.0])).relative > 1e20
+
+
+class Layer:
+    def __init__(self, keys):
+        self.keys, self.values = keys, None
+
+
+class DynamicCache:
+    def __init__(self, *layers):
+        self.layers = list(layers)
+
+
+def test_caches_are_compared_by_their_tensors():
+    cache = DynamicCache(Layer(X), Layer(2 * X))
+    assert outputs_close(cache, DynamicCache(Layer(nudged(X)), Layer(2 * X)), 1e-5)
+    assert not outputs_close(cache, DynamicCache(Layer(X), Layer(X)), 1e-5)
+    assert not outputs_close(cache, DynamicCache(Layer(X)), 1e-5)
+
+
+def test_the_error_of_outputs_is_that_of_the_worst_tensor():
+    assert output_error([X, X], [X, X + X.abs().max() / 4]) == pytest.approx(0.25)
+    assert output_error({"a": X.double()}, {"a": X}) == pytest.approx(0, abs=1e-6)
+    assert output_error([X], (X,)) == torch.inf
+    assert output_error(None, None) == 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,33 +55,77 @@ def outputs_close(expected: object, actual: object, tolerance: float) -> bool:
     """Returns whether two outputs of a model agree. Objects of unknown types never do.
 
     Args:
-        expected: Output of the reference: a tensor, or lists, tuples, mappings and dataclasses that
-            hold tensors and plain values.
+        expected: Output of the reference: a tensor, or lists, tuples, mappings, dataclasses and
+            caches of Transformers that hold tensors and plain values.
         actual: Output to compare with it.
         tolerance: Allowed difference of finite numbers, as a fraction of the largest magnitude in
-            the expected tensor. Everything else must be equal.
+            the expected tensor. Everything else must be equal, types of tensors included.
     """
-    if isinstance(expected, Tensor):
-        return isinstance(actual, Tensor) and _tensors_close(expected, actual, tolerance)
-    if type(expected) is not type(actual):
+    try:
+        pairs = list(_pairs(expected, actual))
+    except ValueError:
         return False
-    if dataclasses.is_dataclass(expected):
-        return outputs_close(vars(expected), vars(actual), tolerance)
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        return expected.keys() == actual.keys() and all(
-            outputs_close(expected[key], actual[key], tolerance) for key in expected
-        )
-    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        return len(expected) == len(actual) and all(
-            outputs_close(a, b, tolerance) for a, b in zip(expected, actual, strict=True)
-        )
-    if isinstance(expected, (bool, int, float, str)):
-        return bool(expected == actual)
-    return expected is None
+    return all(a.dtype == b.dtype and _tensors_close(a, b, tolerance) for a, b in pairs)
+
+
+def output_error(expected: object, actual: object) -> float:
+    """Returns the largest difference of two outputs of a model relative to the largest value.
+
+    Args:
+        expected: Output of the reference, as for `outputs_close`; its dtypes may be others.
+        actual: Output to compare with it.
+
+    Returns:
+        The largest relative error of a tensor; infinity if something else differs.
+    """
+    try:
+        pairs = list(_pairs(expected, actual))
+    except ValueError:
+        return torch.inf
+    return max((tensor_error(a, b).relative for a, b in pairs), default=0.0)
+
+
+def _pairs(expected: object, actual: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the tensors of two outputs that belong together.
+
+    Raises:
+        ValueError: If anything else differs, or is of an unknown type.
+    """
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        yield expected, actual
+        return
+    if type(expected) is not type(actual):
+        raise ValueError(f"{type(expected)} is not {type(actual)}")
+    children, others = _children(expected), _children(actual)
+    if children is None or others is None:
+        if expected is not None and not (_is_value(expected) and expected == actual):
+            raise ValueError(f"{expected!r} and {actual!r} differ, or cannot be compared")
+        return
+    if children.keys() != others.keys():
+        raise ValueError(f"{list(children)} and {list(others)} differ")
+    for key, child in children.items():
+        yield from _pairs(child, others[key])
+
+
+def _is_value(output: object) -> bool:
+    return isinstance(output, (bool, int, float, str))
+
+
+def _children(output: Any) -> dict[Any, Any] | None:  # noqa: ANN401
+    """Returns the parts of an output by name or number; None if it has none."""
+    if dataclasses.is_dataclass(output):
+        return vars(output)
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, (list, tuple)):
+        return dict(enumerate(output))
+    layers = getattr(output, "layers", None)
+    if type(output).__name__.endswith("Cache") and isinstance(layers, list):  # of Transformers
+        tensors = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in layers]
+        return dict(enumerate(tensors))
+    return None
 
 
 def _tensors_close(expected: Tensor, actual: Tensor, tolerance: float) -> bool:
-    if expected.dtype != actual.dtype:
-        return False
     error, largest = tensor_error(expected, actual)
     return error <= tolerance * largest + 1e-12

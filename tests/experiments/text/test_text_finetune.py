@@ -64,12 +64,14 @@ def test_texts_are_tested_on_what_is_held_out_and_the_best_is_kept(finished, que
     assert not list(Path("on").glob("best-*"))
 
 
-def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, monkeypatch):
+@pytest.mark.parametrize("sets", [[], ["train.ema=0.8"]], ids=["weights", "their average"])
+def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, monkeypatch, sets):
     values, kept, tested = iter([0.1, 0.5, 0.5, 0.4, 0.2, 0.9]), {}, []
     real = Trainer.save_checkpoint
 
     def save(self):
-        kept[self.done] = {k: v.clone() for k, v in self.model.state_dict().items()}
+        kept[self.done] = {k: v.clone() for k, v in self.eval_model.state_dict().items()}
+        assert (self.eval_model is self.model) == (not sets)
         real(self)
 
     def test(*given, **options):
@@ -79,7 +81,7 @@ def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, m
     monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
     monkeypatch.setattr(Trainer, "save_checkpoint", save)
     monkeypatch.setattr("torchcram.experiments.training.trainer.score_on_test", test)
-    done = succeed(*tuned(finished, questions, "on", "--results", "results"))
+    done = succeed(*tuned(finished, questions, "on", "--results", "results", *options(*sets)))
     assert held_out_values(Path("on")) == [0.1, 0.5, 0.5, 0.4, 0.2]
     assert "fine-tuned, 1.25 epochs" in done.stdout  # five rounds of a quarter
     (seed,) = read_result(f"results/{CRAM}-finetune-uniform-0.7.json").seeds

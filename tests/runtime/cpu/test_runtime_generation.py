@@ -11,7 +11,8 @@ from torch import nn
 
 from torchcram import compress_
 from torchcram.kernels.cpu.library import LEVELS, level, use_level
-from torchcram.runtime import available, prepare_generation
+from torchcram.runtime import available, prepare_generation, report
+from torchcram.runtime.cpu.modules import SparseLinear
 from torchcram.runtime.cpu.row_matrix import RowLinear
 
 pytestmark = pytest.mark.skipif(not available(), reason="the kernels are not built")
@@ -211,6 +212,34 @@ def test_prompts_and_single_tokens_may_follow_each_other():
     with torch.no_grad():
         output = fast(ids[:, 6:7], past_key_values=cache, use_cache=True)
     torch.testing.assert_close(output.logits, expected[:, 6:7], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("sparse_wins")
+def test_prompts_run_in_the_sparse_kernels_where_an_example_is_given():
+    model = language_model(tie_word_embeddings=True)
+    compress_(model, "uniform:0.7")
+    fast = prepare_generation(model, prompt=prompt(1, 32))
+    choices = report(fast)
+    assert len(choices) == 14
+    assert all(choice.sparse for choice in choices)
+    assert choices[0].name == "model.layers.0.self_attn.q_proj"
+    assert isinstance(fast.model.dense.layers[0].self_attn.q_proj, SparseLinear)
+    assert fast.model.dense.embed_tokens.weight is fast.lm_head.weight
+    assert torch.equal(generated(fast, prompt(1, 32)), generated(model, prompt(1, 32)))
+    assert torch.equal(generated(copy.deepcopy(fast), prompt(2)), generated(model, prompt(2)))
+
+
+def test_without_a_prompt_there_is_nothing_to_report():
+    with pytest.raises(ValueError, match=r"does not come from torchcram\.runtime\.prepare"):
+        report(prepare_generation(language_model()))
+
+
+@pytest.mark.parametrize(
+    "example", [torch.ones(3).long(), torch.ones(1, 3), torch.ones(1, 0).int()]
+)
+def test_a_prompt_that_is_none_is_refused(example):
+    with pytest.raises(ValueError, match="prompt must hold token numbers"):
+        prepare_generation(language_model(), prompt=example)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

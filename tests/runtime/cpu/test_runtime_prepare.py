@@ -242,6 +242,22 @@ def test_layers_that_give_something_else_stay_dense(monkeypatch):
     assert choice.reason.endswith("but the outputs differ")
 
 
+@needs_kernels
+@pytest.mark.usefixtures("sparse_wins")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_sums_that_cancel_may_differ_as_much_as_they_do_from_float64(wrong, monkeypatch):
+    torch.manual_seed(0)
+    model, x = sparse_model(nn.Sequential(nn.Linear(256, 64, bias=False))), torch.randn(8, 256)
+    with torch.no_grad():
+        model[0].weight[:, 0], model[0].weight[:, -1] = 1, -1
+        x[:, 0] = x[:, -1] = 1e3
+    if wrong:
+        monkeypatch.setattr(SparseLinear, "forward", lambda self, x: 1.01 * x @ self.weight.t())
+    fast = prepare(model, x)
+    assert runtime.report(fast)[0].sparse == (not wrong)
+    assert wrong or relative_error(fast(x), model(x)) > 2e-5
+
+
 class Options(nn.Module):
     def __init__(self):
         super().__init__()

@@ -103,6 +103,8 @@ class TrainConfig:
         distillation: Distillation; None trains on the labels alone.
         accumulation: Number of micro-batches that every pass computes its samples in; their
             gradients add up to that of the whole batch.
+        ema: Decay of an exponential moving average of the weights, which then is the model of the
+            run; None takes the weights themselves.
     """
 
     epochs: int
@@ -112,6 +114,7 @@ class TrainConfig:
     early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     distillation: DistillConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     accumulation: int = field(default=1, metadata=UNLESS_DEFAULT)
+    ema: float | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
@@ -120,6 +123,8 @@ class TrainConfig:
         require_one_of("precision", self.precision, PRECISIONS)
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "label_smoothing", smoothing, "from 0 to below 1")
+        possible = self.ema is None or 0 < self.ema < 1
+        require(possible, "ema", self.ema, "between 0 and 1, such as 0.999, or null")
 
 
 @dataclass(frozen=True)
@@ -395,13 +400,15 @@ class Recipe:
         return int(min(rows.stop - rows.start for rows in parts))  # len() takes no huge ranges
 
     def _check_method(self) -> None:
-        """Refuses a method together with CrAM or with early stopping."""
+        """Refuses a method together with CrAM, early stopping or an average of the weights."""
         if self.method is None:
             return
         require(self.cram is None, "cram", "given", "null, as there is a section method")
         stops = self.train.early_stopping is not None
         allowed = f"null, as {self.method.name} has a schedule of its own"
         require(not stops, "train.early_stopping", "given", allowed)
+        allowed = f"null, as {self.method.name} prunes the weights, but not their average"
+        require(self.train.ema is None, "train.ema", self.train.ema, allowed)
 
     def _check_lora(self) -> None:
         """Refuses adapters where something else decides what is trained."""
@@ -413,6 +420,9 @@ class Recipe:
         freeze, also = self.model.freeze, self.lora.also_train
         allowed = "null, as lora freezes all weights but those of lora.also_train"
         require(freeze is None, "model.freeze", freeze, allowed)
+        ema = self.train.ema
+        allowed = "null, as the average of adapters is not that of the weights"
+        require(ema is None, "train.ema", ema, allowed)
         allowed = "a regular expression for the head, which is not pretrained for the task"
         require(self.text is None or also is not None, "lora.also_train", also, allowed)
 

@@ -24,9 +24,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from torchcram.experiments.training.weight_average import WeightAverage
+
 
 def require_state(
-    model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: object
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    state: object,
+    average: WeightAverage | None = None,
 ) -> None:
     """Raises ValueError unless a state is that of such a training, before anything is loaded.
 
@@ -38,12 +45,18 @@ def require_state(
         optimizer: Optimizer that the state is for.
         device: Device whose random generator the state may have.
         state: Content of the checkpoint.
+        average: Average of the weights that the state is for, if there is one.
 
     Raises:
         ValueError: If it is not; the message names the part that differs.
     """
     parts = _mapping(state, "state", ("model", "optimizer", "random"))
     _require_tensors(parts["model"], saved_tensors(model))
+    if average is not None:
+        averaged = _mapping(parts, "state", ("average",))["average"]
+        _require_tensors(averaged, average.state_dict(), "average of the weights")
+        if (steps := int(averaged["n_averaged"])) < 1:
+            raise ValueError(f"its average of the weights is that of {steps} steps")
     required = [key for key in optimizer.state_dict() if key != "param_groups"]
     states = _mapping(parts["optimizer"], "state of the optimizer", required)
     _require_moments(_mapping(states["state"], "state of the optimizer"), optimizer)
@@ -64,8 +77,8 @@ def _mapping(value: object, what: str, keys: Sequence[str] = ()) -> Mapping[Any,
     return value
 
 
-def _require_tensors(state: object, expected: Mapping[str, Tensor]) -> None:
-    for name, value in _mapping(state, "model", list(expected)).items():
+def _require_tensors(state: object, expected: Mapping[str, Tensor], what: str = "model") -> None:
+    for name, value in _mapping(state, what, list(expected)).items():
         if name not in expected:
             raise ValueError(f"it has {name!r:.80}, which this training does not have")
         known = expected[name]
@@ -235,17 +248,32 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (str, bool, int, float))
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
+def state_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    average: WeightAverage | None = None,
+) -> dict[str, Any]:
     """Returns the state of the model, the optimizer and the global random generators.
 
     The parameter groups are left out: they follow from the recipe, the schedule and the device.
+
+    Args:
+        model: Model that is trained.
+        optimizer: Optimizer of its parameters.
+        device: Device whose random generator belongs to the state.
+        average: Average of the weights, if there is one.
     """
     optimizer_state = optimizer.state_dict()
     del optimizer_state["param_groups"]
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
-    return {"model": saved_tensors(model), "optimizer": optimizer_state, "random": random}
+    state = {"model": saved_tensors(model), "optimizer": optimizer_state, "random": random}
+    if average is not None:
+        state["average"] = dict(average.state_dict())
+    return state
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -265,17 +293,32 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state_(
-    model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: object
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    state: object,
+    average: WeightAverage | None = None,
 ) -> None:
     """Loads a state that `state_of` returned, on the same device or another one.
+
+    Args:
+        model: Model that gets the weights.
+        optimizer: Optimizer of its parameters.
+        device: Device of the model.
+        state: Content of the checkpoint.
+        average: Average of the weights, if the state has one.
 
     Raises:
         ValueError: If the state belongs to another model or optimizer, or is not a state. The model
             is unchanged then, unless the optimizer itself refuses a part of the state.
     """
-    require_state(model, optimizer, device, state=state)
+    require_state(model, optimizer, device, state=state, average=average)
     try:
-        _load_state_(model, optimizer, device, state=cast("dict[str, Any]", state))
+        parts = cast("dict[str, Any]", state)
+        _load_state_(model, optimizer, device, state=parts)
+        if average is not None:
+            average.load_state_dict(parts["average"])
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"its state is not that of such a training: {error!r}") from error
     except RuntimeError as error:

@@ -31,6 +31,7 @@ def check_sharded(recipe: Recipe, ranks: Ranks, *, holds_masks: bool) -> None:
     refused = {
         "the section method": recipe.method is not None,
         "the section lora": recipe.lora is not None,
+        "train.ema": recipe.train.ema is not None,
         "train.early_stopping": recipe.train.early_stopping is not None,
         f"cram.mask_interval={interval}": (interval or 1) > 1,
         "held masks": holds_masks,

@@ -88,6 +88,9 @@ from torchcram.experiments.training.steps import (
     Objective,
     Shares,
 )
+from torchcram.experiments.training.weight_average import WeightAverage
+from torchcram.trained import copy_marks
+from torchcram.weights import copy_coverage_warning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -288,6 +291,7 @@ class Trainer:
     Attributes:
         model: Model that is trained.
         optimizer: `CrAM` or a plain optimizer.
+        average: Average of the weights, where the recipe has `train.ema`; otherwise None.
         done: Number of epochs done.
         seconds: Time that these epochs took.
     """
@@ -365,11 +369,11 @@ class Trainer:
     def whole_model(self) -> Iterator[nn.Module]:
         """Gives the model to test and save for a `with` block, that all ranks enter together.
 
-        Adapters are merged in it, and shards are gathered.
+        It is the average of the weights where there is one; adapters are merged, shards gathered.
         """
         if self._whole is None:
             with merged_model(self.model):
-                yield self.model
+                yield self.eval_model
             return
         gather_into_(self._whole, self.model)
         whole = self._whole
@@ -381,7 +385,7 @@ class Trainer:
         """Writes a checkpoint, on rank 0."""
         if not self.ranks.is_first and not self._sharded:
             return
-        training = state_of(self.model, self.optimizer, self.device)
+        training = state_of(self.model, self.optimizer, self.device, average=self.average)
         if self._sharded:
             training = gathered(training, keep=self.ranks.is_first)
         if not self.ranks.is_first:
@@ -440,9 +444,16 @@ class Trainer:
             shard_(self.model, self.device, self.ranks)
         add_adapters_(recipe, self.model, seed=info.seed)
         self._frozen = None if recipe.lora is None else digest(frozen_tensors(self.model))
+        decay = recipe.train.ema
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         # only methods need to know beforehand how many steps there are
         steps = None if recipe.method is None else len(self.batches)
         self.optimizer = build_optimizer(recipe, self.model, seed=info.seed, steps_per_epoch=steps)
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """Model that is tested and saved: the average of the weights, or the model itself."""
+        return self.model if self.average is None else self.average.module
 
     @cached_property
     def batches(self) -> Batches:
@@ -471,7 +482,13 @@ class Trainer:
                 f"{self.recipe.model.name!r} has now; allowed: the same weights"
             )
         try:
-            load_state_(self.model, self.optimizer, self.device, state=state.get("training"))
+            load_state_(
+                self.model,
+                self.optimizer,
+                self.device,
+                state=state.get("training"),
+                average=self.average,
+            )
         except ValueError as error:
             return str(error)
         self.done, self.seconds = epoch, seconds
@@ -506,6 +523,7 @@ class _Epochs:
         device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
         self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
         self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
+        self._average = trainer.average
         if data is trainer.data:
             self._batches = trainer.batches
         else:
@@ -527,7 +545,11 @@ class _Epochs:
         )
         operators = _operators(recipe)
         with trainer.whole_model() as whole:
-            self._mask_change = MaskChange(cram_weights(recipe, whole), operators)
+            model = whole if trainer.average is None else trainer.model
+            self._mask_change = MaskChange(cram_weights(recipe, model), operators)
+        if self._average is not None:  # warnings of the model are not repeated for its average
+            copy_marks(self._model, self._average.module)
+            copy_coverage_warning(self._model, self._average.module)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
 
@@ -551,6 +573,8 @@ class _Epochs:
                 "a smaller learning rate or rho may help"
             )
         average_statistics_(self._model, self._ranks)
+        if self._average is not None:
+            average_statistics_(self._average.module, self._ranks)
         with self._trainer.whole_model() as whole:
             score = self._score(whole) if test else None
             return EpochRecord(
@@ -609,6 +633,8 @@ class _Epochs:
             )
             set_lr_(self._optimizer, lr)
             self._step.run()
+            if self._average is not None:
+                self._average.update_parameters(self._model)
             self.report(epoch + (number + 1) / steps)
         return lr
 
@@ -727,7 +753,7 @@ class _EarlyStopping(_StopPolicy):
         self._values.append(record.accuracy)
         trainer = self._trainer
         if trainer.ranks.is_first and self._best_round() == record.epoch:
-            save_model(trainer.model, trainer.folder / BEST.format(record.epoch))
+            save_model(trainer.eval_model, trainer.folder / BEST.format(record.epoch))
 
     def note_checkpoint(self) -> None:
         """Removes saved models that are no longer the best."""
@@ -747,13 +773,12 @@ class _EarlyStopping(_StopPolicy):
 
     def finish(self, epochs: _Epochs) -> Score:  # noqa: ARG002
         """Loads the best model; returns its score on the test split."""
-        trainer = self._trainer
+        trainer, model = self._trainer, self._trainer.eval_model
         path = trainer.folder / BEST.format(self._best_round())
         if trainer.ranks.is_first:
-            load_model_(trainer.model, path)
+            load_model_(model, path)
         if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
-            state = trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(trainer.model))
-            trainer.model.load_state_dict(state)
+            model.load_state_dict(trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(model)))
         with trainer.whole_model() as whole:
             return score_on_test(whole, trainer.recipe, trainer.data, device=trainer.device)
 

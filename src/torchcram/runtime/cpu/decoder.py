@@ -43,7 +43,6 @@ class _DecoderStruct(ctypes.Structure):
                 "memory_heads",
                 "features",
                 "middle",
-                "rounds",
             )
         ),
         ("eps", ctypes.c_float),
@@ -97,35 +96,36 @@ class GeneratingDecoder(nn.Module):
 
     Args:
         dense: Decoder of Transformers, which runs prompts and everything else.
+        source: Decoder with the weights for single tokens; `dense` itself, or the one that it was
+            prepared from.
         dtype: Type of the weights for single tokens.
     """
 
     dense: Any
 
-    def __init__(self, dense: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
+    def __init__(self, dense: Any, source: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
         super().__init__()
         self.dense = dense
-        config, attention = dense.config, dense.layers[0].self_attn
+        config, attention = source.config, source.layers[0].self_attn
         self.sizes = {
-            "layers": len(dense.layers),
+            "layers": len(source.layers),
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
             "memory_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
             "features": len(attention.q_proj.weight) // config.num_attention_heads,
             "middle": config.intermediate_size,
-            "rounds": int(dtype == torch.int8),
         }
         self.packed = nn.ModuleList()
         self.norms: list[Tensor] = []
-        for layer in dense.layers:
+        for layer in source.layers:
             owners = ((layer.self_attn, ATTENTION), (layer.mlp, FEED_FORWARD))
             for owner, names in owners:
                 for name in names:
                     old = getattr(owner, name)
                     self.packed.append(RowLinear(old.weight, old.bias, dtype))
             self.norms += [getattr(layer, name).weight.detach().float() for name in NORMS]
-        self.norms.append(dense.norm.weight.detach().float())
-        self.eps = float(dense.norm.variance_epsilon)
+        self.norms.append(source.norm.weight.detach().float())
+        self.eps = float(source.norm.variance_epsilon)
         self.scale = float(attention.scaling)
         self._struct: tuple[_DecoderStruct, Any] | None = None
 

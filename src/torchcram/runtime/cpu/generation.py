@@ -1,32 +1,38 @@
 """`prepare_generation`: a language model that generates fast on the CPU.
 
 `generate` of Transformers stays as it is. It calls the model with the whole prompt first, which
-runs as before, and then with one token at a time, for which all layers run in a single call of the
-kernels (`torchcram.runtime.cpu.decoder`).
+runs as before or in the kernels of `prepare`, and then with one token at a time, for which all
+layers run in a single call of the kernels (`torchcram.runtime.cpu.decoder`).
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.prepare import prepare, report, with_report
+from torchcram.runtime.cpu.replace_layers import Choice
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
 
 
-def prepare_generation(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+def prepare_generation(
+    model: nn.Module, dtype: torch.dtype = torch.float32, prompt: Tensor | None = None
+) -> nn.Module:
     """Returns a copy of a causal language model that generates fast on the CPU.
 
     Single tokens run through all layers in one call of the kernels, for up to four sequences at a
     time, and so does the head. Zeros are skipped: a weight that is not zero is read once per
-    token, and every weight has a bit that says whether it is zero. Prompts, sequences with padding
-    and everything else run as before, so that `generate` works unchanged.
+    token, and every weight has a bit that says whether it is zero. Everything else runs as before,
+    so that `generate` works unchanged: several sequences with padding, more than four sequences,
+    and prompts, unless an example of one is given.
 
     Args:
         model: Causal model of Transformers of the Llama family, such as Llama, Mistral without a
@@ -34,6 +40,9 @@ def prepare_generation(model: nn.Module, dtype: torch.dtype = torch.float32) -> 
         dtype: Type that weights are kept in for single tokens: torch.float32, torch.bfloat16, or
             torch.int8 with a scale for every output, as `int8` targets have it. With int8,
             activations are rounded to 8 bits, with a scale for every 64 of them.
+        prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
+            the sparse kernels of `prepare` for prompts if that is faster with one of this size,
+            and `report` tells what was done with each. It takes some seconds to measure.
 
     Raises:
         ValueError: If the model is of another kind; the message says what is missing.
@@ -45,10 +54,28 @@ def prepare_generation(model: nn.Module, dtype: torch.dtype = torch.float32) -> 
         raise ValueError(f"{type(model).__name__} cannot generate in the kernels: {reason}")
     from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
 
-    fast: Any = copy.deepcopy(model).eval().requires_grad_(False)
-    fast.model = GeneratingDecoder(fast.model, dtype)
+    source: Any = model
+    fast, choices = copy.deepcopy(source).eval().requires_grad_(False), None
+    if prompt is not None:
+        choices = _prepare_prompts_(fast, prompt)
+    fast.model = GeneratingDecoder(fast.model, source.model, dtype)
     fast.lm_head = FewTokens(fast.lm_head, dtype)
-    return fast  # type: ignore[no-any-return]
+    return fast if choices is None else with_report(fast, choices)
+
+
+def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN401
+    """Gives the layers of a decoder the kernels for prompts, in place; returns what was done."""
+    if prompt.dim() != 2 or prompt.is_floating_point() or prompt.numel() == 0:
+        raise ValueError(
+            "prompt must hold token numbers of the shape (sequences, tokens), got shape "
+            f"{tuple(prompt.shape)} of {prompt.dtype}"
+        )
+    with torch.inference_mode(False):
+        example = {"input_ids": prompt.clone(), "use_cache": False}
+        fast: Any = prepare(model.model, example, fuse=False)
+    fast.embed_tokens = model.model.embed_tokens  # the head may have the same weight
+    model.model = fast
+    return [replace(choice, name=f"model.{choice.name}") for choice in report(fast)]
 
 
 def _obstacle(model: Any) -> str | None:  # noqa: ANN401

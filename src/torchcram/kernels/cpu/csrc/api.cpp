@@ -34,7 +34,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 3; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 4; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <initializer_list>
 #include <new>
 
 #if defined(TORCHCRAM_AVX512)
@@ -23,34 +24,51 @@
 namespace torchcram {
 namespace {
 
-constexpr int64_t kRowsPerItem = 32;
+constexpr int64_t kMostItemRows = 128;  // rows that a thread takes at a time
+constexpr int64_t kRowsAhead = 8;       // rows whose values are fetched into the cache ahead of use
 
 constexpr int64_t padded(int64_t inner) { return (inner + kMaskBits - 1) / kMaskBits * kMaskBits; }
 
-// Vectors that matrices are multiplied with: floats, padded with zeros to whole masks. For values
-// in 8 bits on machines with the instructions for it, also magnitudes in 7 bits, bits that mark
-// negative numbers, and a scale for every 64 numbers.
+// Vectors that matrices are multiplied with: floats, padded with zeros to whole masks, and what
+// `arrange` makes of them for matrices of some kinds.
 struct Inputs {
   const float* x;
   int64_t stride;
-  uint8_t* magnitudes;
-  uint64_t* negative;
+  // For bfloat16: of every 32 numbers, those at even positions and then those at odd positions.
+  float* halves;
+  // For 8 bits: numbers rounded to [-127, 127] with a scale for every 64, and -128 times the sum of
+  // every four.
+  int8_t* bytes;
+  int32_t* offsets;
   float* scales;
 };
 
 #if defined(TORCHCRAM_AVX512)
 
-bool can_multiply_bytes() {
-  static const bool can =
+#define TORCHCRAM_VBMI2 __attribute__((target("avx512vbmi2,avx512vnni")))
+
+// Whether there are instructions that expand values of 8 and 16 bits and multiply bytes.
+bool has_vbmi2() {
+  static const bool has =
       __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni");
-  return can;
+  return has;
 }
 
-// Rounds `count` vectors; NaN and infinities make the scale of their 64 numbers not finite.
-void round_inputs(const Inputs& in, int64_t count) {
-  const int64_t groups = in.stride / kMaskBits;
-  for (int64_t g = 0; g < count * groups; ++g) {
+void split_halves(const Inputs& in, int64_t count) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  for (int64_t i = 0; i < count * in.stride; i += 32) {
+    const __m512 a = (__m512)load(in.x + i), b = (__m512)load(in.x + i + 16);
+    store(in.halves + i, (Vector)_mm512_permutex2var_ps(a, even, b));
+    store(in.halves + i + 16, (Vector)_mm512_permutex2var_ps(a, odd, b));
+  }
+}
+
+// NaN and infinities make the scale of their 64 numbers not finite.
+TORCHCRAM_VBMI2 void round_inputs(const Inputs& in, int64_t count) {
+  for (int64_t g = 0; g < count * in.stride / kMaskBits; ++g) {
     const float* x = in.x + g * kMaskBits;
+    int8_t* bytes = in.bytes + g * kMaskBits;
     Ints most{};
     for (int i = 0; i < kMaskBits; i += 16) most = maximum(most, (Ints)absolute(load(x + i)));
     const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
@@ -58,93 +76,180 @@ void round_inputs(const Inputs& in, int64_t count) {
     memcpy(&top, &bits, sizeof top);
     in.scales[g] = top / 127.0f;
     const Vector factor = broadcast(top > 0.0f ? 127.0f / top : 0.0f);
-    uint64_t negative = 0;
     for (int i = 0; i < kMaskBits; i += 16) {
       const __m512i q = _mm512_cvtps_epi32((__m512)(load(x + i) * factor));
-      negative |= uint64_t(_mm512_movepi32_mask(q)) << i;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(in.magnitudes + g * kMaskBits + i),
-                       _mm512_cvtepi32_epi8(_mm512_abs_epi32(q)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm512_cvtepi32_epi8(q));
     }
-    in.negative[g] = negative;
+    const __m512i zero = _mm512_setzero_si512();
+    const __m512i sums =
+        _mm512_dpbusd_epi32(zero, _mm512_set1_epi8(-128), _mm512_loadu_si512(bytes));
+    _mm512_storeu_si512(in.offsets + g * 16, _mm512_sub_epi32(zero, sums));
   }
 }
 
-template <int T, bool Masked>
-__attribute__((target("avx512vbmi2,avx512vnni"))) void multiply_bytes(const RowMatrix& m,
-                                                                      const Inputs& in, int64_t row,
-                                                                      float* sums) {
-  const int64_t groups = in.stride / kMaskBits;
-  const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
-  const char* values = static_cast<const char*>(m.values) + m.starts[row];
-  __m512 total[T];
-  for (int t = 0; t < T; ++t) total[t] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g) {
-    __m512i w = _mm512_loadu_si512(values);
-    if (Masked) {
-      w = _mm512_maskz_expand_epi8(masks[g], w);
-      values += __builtin_popcountll(masks[g]);
-    } else {
-      values += kMaskBits;
-    }
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      const int64_t at = t * groups + g;
-      const __m512i x = _mm512_loadu_si512(in.magnitudes + at * kMaskBits);
-      const __m512i signed_w = _mm512_mask_sub_epi8(w, in.negative[at], _mm512_setzero_si512(), w);
-      const __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), x, signed_w);
-      total[t] =
-          _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_set1_ps(in.scales[at]), total[t]);
-    }
-  }
-  for (int t = 0; t < T; ++t) sums[t] = _mm512_reduce_add_ps(total[t]);
+// Prepares `count` vectors for matrices of the kinds whose bits are set.
+void arrange(const Inputs& in, int64_t count, unsigned kinds) {
+  if (!has_vbmi2()) return;
+  if (kinds & (1u << kBfloats)) split_halves(in, count);
+  if (kinds & (1u << kBytes)) round_inputs(in, count);
 }
 
-// The next values of a mask as 16 floats, zero where the mask has no bit.
-template <int Kind>
-TORCHCRAM_INLINE Vector expand(const char*& values, __mmask16 mask) {
-  const int count = __builtin_popcount(mask);
-  if (Kind == kFloats) {
-    const __m512 w = _mm512_maskz_expand_ps(mask, _mm512_loadu_ps(values));
-    values += 4 * count;
-    return (Vector)w;
+// Values and masks of R neighbouring rows.
+template <int R>
+struct RowReader {
+  const uint64_t* masks;
+  const char* values[R];
+  int64_t groups;
+  RowReader(const RowMatrix& m, const Inputs& in, int64_t row) : groups(in.stride / kMaskBits) {
+    masks = m.masks ? m.masks + row * groups : nullptr;
+    for (int r = 0; r < R; ++r) values[r] = static_cast<const char*>(m.values) + m.starts[row + r];
   }
-  if (Kind == kBfloats) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
-    const __m512i w = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-    values += 2 * count;
-    return (Vector)_mm512_maskz_expand_epi32(mask, w);
-  }
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-  const __m512i w = _mm512_maskz_expand_epi32(mask, _mm512_cvtepi8_epi32(bytes));
-  values += count;
-  return (Vector)_mm512_cvtepi32_ps(w);
+};
+
+// A register of some value that the compiler does not know. Values are expanded into it: on Zen 4
+// that takes half as long as expansion with zero masking.
+TORCHCRAM_INLINE __m512i opaque(__m512i value) {
+  asm("" : "+v"(value));
+  return value;
 }
 
-template <int T, int Kind>
-void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
-  const int64_t groups = in.stride / kMaskBits;
-  const uint64_t* masks = m.masks ? m.masks + row * groups : nullptr;
-  const char* values = static_cast<const char*>(m.values) + m.starts[row];
-  Vector total[T][4] = {};
-  for (int64_t g = 0; g < groups; ++g) {
-    const uint64_t mask = masks ? masks[g] : ~uint64_t(0);
+// A weight w is multiplied as w + 128, which is not negative, and the offsets make up for it.
+template <int T, int R, bool Masked>
+TORCHCRAM_VBMI2 void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row,
+                                    float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i middle = opaque(_mm512_set1_epi8(-128));
+  __m512 total[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < rows.groups; ++g) {
 #pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part) {
-      const Vector w = expand<Kind>(values, __mmask16(mask >> (16 * part)));
+    for (int r = 0; r < R; ++r) {
+      __m512i w = _mm512_xor_si512(middle, _mm512_loadu_si512(rows.values[r]));
+      if (Masked) {
+        const uint64_t mask = rows.masks[r * rows.groups + g];
+        w = _mm512_mask_expand_epi8(middle, mask, w);
+        rows.values[r] += __builtin_popcountll(mask);
+      } else {
+        rows.values[r] += kMaskBits;
+      }
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t)
-        total[t][part] += w * load(in.x + t * in.stride + g * kMaskBits + 16 * part);
+      for (int t = 0; t < T; ++t) {
+        const int64_t at = t * rows.groups + g;
+        const __m512i products = _mm512_dpbusd_epi32(
+            _mm512_loadu_si512(in.offsets + at * 16), w, _mm512_loadu_si512(in.bytes + at * 64));
+        total[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_set1_ps(in.scales[at]),
+                                      total[r][t]);
+      }
     }
   }
-  for (int t = 0; t < T; ++t)
-    sums[t] =
-        _mm512_reduce_add_ps((__m512)((total[t][0] + total[t][1]) + (total[t][2] + total[t][3])));
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+}
+
+template <int T, int R, bool Masked>
+TORCHCRAM_VBMI2 void multiply_halves(const RowMatrix& m, const Inputs& in, int64_t row,
+                                     float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i zero = opaque(_mm512_setzero_si512());
+  const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
+  __m512 total[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < rows.groups; ++g) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const uint64_t mask = Masked ? rows.masks[r * rows.groups + g] : 0;
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part) {
+        __m512i w = _mm512_loadu_si512(rows.values[r]);
+        if (Masked) {
+          w = _mm512_mask_expand_epi16(zero, __mmask32(mask >> (32 * part)), w);
+          rows.values[r] += 2 * __builtin_popcount(uint32_t(mask >> (32 * part)));
+        } else {
+          rows.values[r] += 64;
+        }
+        const __m512 even = (__m512)_mm512_slli_epi32(w, 16);
+        const __m512 odd = (__m512)_mm512_and_si512(w, high);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const float* x = in.halves + t * in.stride + g * kMaskBits + 32 * part;
+          total[r][t] = _mm512_fmadd_ps(even, _mm512_loadu_ps(x), total[r][t]);
+          total[r][t] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(x + 16), total[r][t]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+}
+
+// The next 16 values of a row as floats, or those of a mask and zeros in between.
+template <int Kind, bool Masked>
+TORCHCRAM_INLINE __m512 next_values(const char*& values, __mmask16 mask, __m512i zero) {
+  __m512i w;
+  if (Kind == kFloats)
+    w = _mm512_loadu_si512(values);
+  else if (Kind == kBfloats)
+    w = _mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))), 16);
+  else
+    w = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+  constexpr int bytes = Kind == kFloats ? 4 : Kind == kBfloats ? 2 : 1;
+  values += bytes * (Masked ? __builtin_popcount(mask) : 16);
+  if (Masked) w = _mm512_mask_expand_epi32(zero, mask, w);
+  return Kind == kBytes ? _mm512_cvtepi32_ps(w) : (__m512)w;
+}
+
+template <int T, int R, int Kind, bool Masked>
+void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i zero = opaque(_mm512_setzero_si512());
+  __m512 total[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < rows.groups; ++g) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const uint64_t mask = Masked ? rows.masks[r * rows.groups + g] : 0;
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const __m512 w =
+            next_values<Kind, Masked>(rows.values[r], __mmask16(mask >> (16 * part)), zero);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const float* x = in.x + t * in.stride + g * kMaskBits + 16 * part;
+          total[r][t] = _mm512_fmadd_ps(w, _mm512_loadu_ps(x), total[r][t]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+}
+
+template <int T, int R, bool Masked>
+void multiply_kind(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  if (m.kind == kFloats) return multiply_floats<T, R, kFloats, Masked>(m, in, row, sums);
+  if (m.kind == kBfloats) {
+    if (has_vbmi2()) return multiply_halves<T, R, Masked>(m, in, row, sums);
+    return multiply_floats<T, R, kBfloats, Masked>(m, in, row, sums);
+  }
+  if (has_vbmi2()) return multiply_bytes<T, R, Masked>(m, in, row, sums);
+  multiply_floats<T, R, kBytes, Masked>(m, in, row, sums);
+}
+
+template <int T, int R>
+void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  if (m.masks)
+    multiply_kind<T, R, true>(m, in, row, sums);
+  else
+    multiply_kind<T, R, false>(m, in, row, sums);
 }
 
 #else
 
-bool can_multiply_bytes() { return false; }
-void round_inputs(const Inputs&, int64_t) {}
+void arrange(const Inputs&, int64_t, unsigned) {}
 
 template <int Kind>
 TORCHCRAM_INLINE float value_at(const char* values, int64_t index) {
@@ -177,29 +282,58 @@ void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* s
   for (int t = 0; t < T; ++t) sums[t] = total[t];
 }
 
+template <int T, int R>
+void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  for (int r = 0; r < R; ++r) {
+    if (m.kind == kFloats)
+      multiply_floats<T, kFloats>(m, in, row + r, sums[r]);
+    else if (m.kind == kBfloats)
+      multiply_floats<T, kBfloats>(m, in, row + r, sums[r]);
+    else
+      multiply_floats<T, kBytes>(m, in, row + r, sums[r]);
+  }
+}
+
 #endif
 
-// Multiplies rows with T vectors and adds the bias; sums[t * stride + row].
+// Multiplies R neighbouring rows with T vectors and adds the bias; sums[t * stride + row].
+template <int T, int R>
+TORCHCRAM_INLINE void multiply_some(const RowMatrix& m, const Inputs& in, int64_t row, float* sums,
+                                    int64_t stride) {
+  float sum[R][T];
+  multiply_neighbours<T, R>(m, in, row, sum);
+  for (int r = 0; r < R; ++r) {
+    const float scale = m.scales ? m.scales[row + r] : 1.0f;
+    const float bias = m.bias ? m.bias[row + r] : 0.0f;
+    for (int t = 0; t < T; ++t) sums[t * stride + row + r] = sum[r][t] * scale + bias;
+  }
+}
+
+// Fetches the values and masks of rows into the cache. They follow each other in memory, but
+// processors by themselves fetch ahead within a page only.
+TORCHCRAM_INLINE void prefetch_rows(const RowMatrix& m, const Inputs& in, int64_t first,
+                                    int64_t last) {
+  const auto fetch = [](const char* from, const char* to) {
+    for (; from < to; from += 64) __builtin_prefetch(from);
+  };
+  const char* values = static_cast<const char*>(m.values);
+  fetch(values + m.starts[first], values + m.starts[last]);
+  if (!m.masks) return;
+  const char* masks = reinterpret_cast<const char*>(m.masks);
+  const int64_t bytes = in.stride / 8;
+  fetch(masks + first * bytes, masks + last * bytes);
+}
+
 template <int T>
 void multiply_rows(const RowMatrix& m, const Inputs& in, int64_t first, int64_t last, float* sums,
                    int64_t stride) {
-  const bool bytes = m.kind == kBytes && can_multiply_bytes();
-  for (int64_t row = first; row < last; ++row) {
-    float sum[T];
-    if (bytes) {
-#if defined(TORCHCRAM_AVX512)
-      (m.masks ? multiply_bytes<T, true> : multiply_bytes<T, false>)(m, in, row, sum);
-#endif
-    } else if (m.kind == kFloats) {
-      multiply_floats<T, kFloats>(m, in, row, sum);
-    } else if (m.kind == kBfloats) {
-      multiply_floats<T, kBfloats>(m, in, row, sum);
-    } else {
-      multiply_floats<T, kBytes>(m, in, row, sum);
-    }
-    const float scale = m.scales ? m.scales[row] : 1.0f, bias = m.bias ? m.bias[row] : 0.0f;
-    for (int t = 0; t < T; ++t) sums[t * stride + row] = sum[t] * scale + bias;
+  int64_t row = first;
+  for (; row + 4 <= last; row += 4) {
+    const int64_t ahead = row + kRowsAhead;
+    if (ahead + 4 < last) prefetch_rows(m, in, ahead, ahead + 4);
+    multiply_some<T, 4>(m, in, row, sums, stride);
   }
+  for (; row < last; ++row) multiply_some<T, 1>(m, in, row, sums, stride);
 }
 
 void multiply(const RowMatrix& m, const Inputs& in, int64_t count, int64_t first, int64_t last,
@@ -219,7 +353,7 @@ void multiply(const RowMatrix& m, const Inputs& in, int64_t count, int64_t first
 // Memory for the vectors of a product with up to `inner` inputs, in floats.
 size_t inputs_room(int64_t count, int64_t inner) {
   const size_t width = padded(inner) * count;
-  return width + width / 4 + width / kMaskBits * 3 + 64;  // floats, bytes, bits and scales
+  return 2 * width + width / 2 + width / kMaskBits + 64;
 }
 
 // Lays the vectors out in memory; the floats are to be written, their padding with zeros.
@@ -228,9 +362,10 @@ Inputs lay_out(float* memory, int64_t count, int64_t inner) {
   Inputs in;
   in.x = memory;
   in.stride = padded(inner);
-  in.negative = reinterpret_cast<uint64_t*>(memory + width);
-  in.scales = memory + width + width / kMaskBits * 2;
-  in.magnitudes = reinterpret_cast<uint8_t*>(memory + width + width / kMaskBits * 3 + 16);
+  in.halves = memory + width;
+  in.bytes = reinterpret_cast<int8_t*>(memory + 2 * width);
+  in.offsets = reinterpret_cast<int32_t*>(memory + 2 * width + width / 4);
+  in.scales = memory + 2 * width + width / 2;
   return in;
 }
 
@@ -317,11 +452,28 @@ struct LayerWork {
   const DecoderStep* step;
   const DecoderLayer* layer;
   int64_t index;  // of the layer
+  int threads;
   Inputs normed, attended, middle;
   float *x, *query, *key, *value;  // x: [sequence][hidden]; the others: [sequence][head][feature]
 };
 
-int64_t items(int64_t rows) { return (rows + kRowsPerItem - 1) / kRowsPerItem; }
+// Rows of an item: two items for every thread, unless they would be very small or large.
+int64_t item_rows(int64_t rows, int threads) {
+  const int64_t even = (rows / (2 * threads) + 15) / 16 * 16;
+  return std::min(std::max(even, int64_t(16)), kMostItemRows);
+}
+
+int64_t items(int64_t rows, int threads) {
+  const int64_t each = item_rows(rows, threads);
+  return (rows + each - 1) / each;
+}
+
+struct Range {
+  int64_t first, last;
+  Range(int64_t rows, int threads, int64_t item)
+      : first(item * item_rows(rows, threads)),
+        last(std::min(first + item_rows(rows, threads), rows)) {}
+};
 
 float* floats(const Inputs& in) { return const_cast<float*>(in.x); }
 
@@ -351,14 +503,14 @@ void project(const void* data, int64_t item) {  // query, key and value
   const RowMatrix* matrices[] = {&work.layer->query, &work.layer->key, &work.layer->value};
   float* sums[] = {work.query, work.key, work.value};
   for (int i = 0; i < 3; ++i) {
-    const int64_t rows = matrices[i]->rows, count = items(rows);
+    const int64_t rows = matrices[i]->rows, count = items(rows, work.threads);
     if (item >= count) {
       item -= count;
       continue;
     }
-    const int64_t first = item * kRowsPerItem;
-    return multiply(*matrices[i], work.normed, work.step->sequences, first,
-                    std::min(first + kRowsPerItem, rows), sums[i], rows);
+    const Range range(rows, work.threads, item);
+    return multiply(*matrices[i], work.normed, work.step->sequences, range.first, range.last,
+                    sums[i], rows);
   }
 }
 
@@ -424,12 +576,13 @@ void attend(const void* data, int64_t item) {
 
 // x += W y, for the rows of an item.
 void add_product(const LayerWork& work, const RowMatrix& matrix, const Inputs& in, int64_t item) {
-  const int64_t first = item * kRowsPerItem, last = std::min(first + kRowsPerItem, matrix.rows);
-  float sums[kMostSequences * kRowsPerItem];
-  multiply(matrix, in, work.step->sequences, first, last, sums - first, kRowsPerItem);
+  const Range range(matrix.rows, work.threads, item);
+  float sums[kMostSequences * kMostItemRows];
+  multiply(matrix, in, work.step->sequences, range.first, range.last, sums - range.first,
+           kMostItemRows);
   for (int64_t s = 0; s < work.step->sequences; ++s)
-    for (int64_t row = first; row < last; ++row)
-      work.x[s * matrix.rows + row] += sums[s * kRowsPerItem + row - first];
+    for (int64_t row = range.first; row < range.last; ++row)
+      work.x[s * matrix.rows + row] += sums[s * kMostItemRows + row - range.first];
 }
 
 void project_back(const void* data, int64_t item) {
@@ -439,17 +592,17 @@ void project_back(const void* data, int64_t item) {
 
 void gate_and_up(const void* data, int64_t item) {
   const LayerWork& work = *static_cast<const LayerWork*>(data);
-  const int64_t first = item * kRowsPerItem, rows = work.layer->gate.rows;
-  const int64_t last = std::min(first + kRowsPerItem, rows), count = work.step->sequences;
-  float gates[kMostSequences * kRowsPerItem] = {}, ups[kMostSequences * kRowsPerItem] = {};
-  multiply(work.layer->gate, work.normed, count, first, last, gates - first, kRowsPerItem);
-  multiply(work.layer->up, work.normed, count, first, last, ups - first, kRowsPerItem);
+  const Range range(work.layer->gate.rows, work.threads, item);
+  const int64_t first = range.first, rows = range.last - first, count = work.step->sequences;
+  float gates[kMostSequences * kMostItemRows], ups[kMostSequences * kMostItemRows];
+  multiply(work.layer->gate, work.normed, count, first, range.last, gates - first, kMostItemRows);
+  multiply(work.layer->up, work.normed, count, first, range.last, ups - first, kMostItemRows);
   for (int64_t s = 0; s < count; ++s) {
-    float *gate = gates + s * kRowsPerItem, *up = ups + s * kRowsPerItem;
-    for (int64_t i = 0; i < kRowsPerItem; i += kLanes)
+    float *gate = gates + s * kMostItemRows, *up = ups + s * kMostItemRows;
+    for (int64_t i = rows; i % kLanes; ++i) gate[i] = up[i] = 0.0f;
+    for (int64_t i = 0; i < rows; i += kLanes)
       store(gate + i, silu(load(gate + i)) * load(up + i));
-    memcpy(floats(work.middle) + s * work.middle.stride + first, gate,
-           (last - first) * sizeof(float));
+    memcpy(floats(work.middle) + s * work.middle.stride + first, gate, rows * sizeof(float));
   }
 }
 
@@ -458,7 +611,7 @@ void project_down(const void* data, int64_t item) {
   add_product(work, work.layer->down, work.middle, item);
 }
 
-void lead(const DecoderStep& step, Crew& crew) {
+void lead(const DecoderStep& step, Crew& crew, int threads) {
   const Decoder& d = *step.decoder;
   const int64_t n = step.sequences, wide = d.heads * d.features,
                 narrow = d.memory_heads * d.features;
@@ -468,6 +621,7 @@ void lead(const DecoderStep& step, Crew& crew) {
   memset(memory, 0, room * sizeof(float));  // the padding of all vectors
   LayerWork work;
   work.step = &step;
+  work.threads = threads;
   work.normed = lay_out(memory, n, d.hidden);
   work.attended = lay_out(memory += rooms[0], n, wide);
   work.middle = lay_out(memory += rooms[1], n, d.middle);
@@ -476,21 +630,26 @@ void lead(const DecoderStep& step, Crew& crew) {
   work.key = memory += n * wide;
   work.value = memory + n * narrow;
   memcpy(work.x, step.input, n * d.hidden * sizeof(float));
-  const bool bytes = d.rounds && can_multiply_bytes();
+  unsigned kinds = 0;
+  for (int64_t i = 0; i < d.layers; ++i) {
+    const DecoderLayer& l = d.layer[i];
+    for (const RowMatrix* m : {&l.query, &l.key, &l.value, &l.out, &l.gate, &l.up, &l.down})
+      kinds |= 1u << m->kind;
+  }
   for (work.index = 0; work.index < d.layers; ++work.index) {
     work.layer = d.layer + work.index;
     normalize_all(work, work.layer->norm_before);
-    if (bytes) round_inputs(work.normed, n);
-    crew.run(project, &work, items(wide) + 2 * items(narrow));
+    arrange(work.normed, n, kinds);
+    crew.run(project, &work, items(wide, threads) + 2 * items(narrow, threads));
     remember(work);
     crew.run(attend, &work, n * d.heads);
-    if (bytes) round_inputs(work.attended, n);
-    crew.run(project_back, &work, items(d.hidden));
+    arrange(work.attended, n, kinds);
+    crew.run(project_back, &work, items(d.hidden, threads));
     normalize_all(work, work.layer->norm_between);
-    if (bytes) round_inputs(work.normed, n);
-    crew.run(gate_and_up, &work, items(d.middle));
-    if (bytes) round_inputs(work.middle, n);
-    crew.run(project_down, &work, items(d.hidden));
+    arrange(work.normed, n, kinds);
+    crew.run(gate_and_up, &work, items(d.middle, threads));
+    arrange(work.middle, n, kinds);
+    crew.run(project_down, &work, items(d.hidden, threads));
   }
   for (int64_t s = 0; s < n; ++s)
     normalize(work.x + s * d.hidden, d.norm, d.hidden, d.eps, step.output + s * d.hidden);
@@ -499,6 +658,7 @@ void lead(const DecoderStep& step, Crew& crew) {
 struct DecoderJob {
   const DecoderStep* step;
   Crew* crew;
+  int threads;
 };
 
 // The first task leads, and all others follow it.
@@ -509,13 +669,13 @@ void decoder_step(const void* data, int64_t task) {
     Crew* crew;
     ~Finish() { crew->finish(); }
   } finish{job.crew};
-  lead(*job.step, *job.crew);
+  lead(*job.step, *job.crew, job.threads);
 }
 
 // Runs the tasks of `count` threads, of which none waits for another to arrive.
 void decoder(const void* data, int threads) {
   Crew crew;
-  const DecoderJob job{static_cast<const DecoderStep*>(data), &crew};
+  const DecoderJob job{static_cast<const DecoderStep*>(data), &crew, threads};
   parallel(decoder_step, &job, threads, threads);
 }
 
@@ -525,13 +685,13 @@ struct RowJob {
   Inputs in;
   int64_t count;
   float* y;
+  int threads;
 };
 
 void multiply_item(const void* data, int64_t item) {
   const RowJob& job = *static_cast<const RowJob*>(data);
-  const int64_t first = item * kRowsPerItem, rows = job.matrix->rows;
-  multiply(*job.matrix, job.in, job.count, first, std::min(first + kRowsPerItem, rows), job.y,
-           rows);
+  const Range range(job.matrix->rows, job.threads, item);
+  multiply(*job.matrix, job.in, job.count, range.first, range.last, job.y, job.matrix->rows);
 }
 
 // y = x W^T + b for up to kMostSequences vectors.
@@ -539,11 +699,12 @@ void row_product(const RowMatrix& matrix, const float* x, int64_t count, float* 
   const size_t room = inputs_room(count, matrix.inner);
   float* memory = scratch(0, room);
   memset(memory, 0, room * sizeof(float));
-  RowJob job{&matrix, lay_out(memory, count, matrix.inner), count, y};
+  threads = std::max(threads, 1);
+  RowJob job{&matrix, lay_out(memory, count, matrix.inner), count, y, threads};
   for (int64_t t = 0; t < count; ++t)
     memcpy(memory + t * job.in.stride, x + t * matrix.inner, matrix.inner * sizeof(float));
-  if (matrix.kind == kBytes && can_multiply_bytes()) round_inputs(job.in, count);
-  parallel(multiply_item, &job, items(matrix.rows), threads);
+  arrange(job.in, count, 1u << matrix.kind);
+  parallel(multiply_item, &job, items(matrix.rows, threads), threads);
 }
 
 }  // namespace

@@ -144,7 +144,6 @@ struct DecoderLayer {
 
 struct Decoder {
   int64_t layers, hidden, heads, memory_heads, features, middle;
-  int64_t rounds;  // whether a matrix has values in 8 bits
   float eps, scale;
   const DecoderLayer* layer;
   const float* norm;  // after the last layer
