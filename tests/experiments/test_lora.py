@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from torchcram.experiments.evaluation.compressed_models import score_on_test
 from torchcram.experiments.finetuning import require_new_head
+from torchcram.experiments.models import build as models
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.adapters import add_adapters_, merged_model
 from torchcram.experiments.recipe.build import build_initial_model, build_optimizer, cram_weights
@@ -19,6 +21,8 @@ from torchcram.experiments.training.trainer import Start, load_trained
 from torchcram.optim import CrAM
 
 pytest.importorskip("peft", reason="peft is not installed")
+import peft
+
 from torchcram.integrations.peft import LoraCrAM
 
 LORA = "lora={rank: 2, alpha: 4}"
@@ -81,7 +85,7 @@ def test_checkpoints_hold_the_adapters_alone(tmp_path):
     trained = {name for name in names if "running" not in name and "tracked" not in name}
     assert trained == {
         "fc.base_layer.bias",
-        *(f"{layer}.lora_{part}.default.weight" for layer in LAYERS for part in "AB"),
+        *(f"{layer}.lora_{part}.recipe.weight" for layer in LAYERS for part in "AB"),
     }
 
 
@@ -153,7 +157,7 @@ def test_the_seed_of_a_run_draws_the_adapters():
     assert all(torch.equal(first[name], value) for name, value in same.items())
     other = initial(chosen)
     add_adapters_(chosen, other, seed=1)
-    name = "fc.lora_A.default.weight"
+    name = "fc.lora_A.recipe.weight"
     assert not torch.equal(other.state_dict()[name], first[name])
 
 
@@ -204,6 +208,23 @@ def test_weights_that_take_no_adapter_are_named():
         add_adapters_(chosen, Net(), seed=0)
     with pytest.raises(ValueError, match="Net has no layer that takes an adapter"):
         add_adapters_(given(), Net(), seed=0)
+
+
+def test_adapters_that_a_model_brings_along_are_its_own(tmp_path, monkeypatch):
+    def net(classes):
+        torch.manual_seed(0)
+        layers = torch.nn.Flatten(), torch.nn.Linear(64, classes)
+        config = peft.LoraConfig(r=2, target_modules=["1"], init_lora_weights=False)
+        return peft.inject_adapter_in_model(config, torch.nn.Sequential(*layers))
+
+    monkeypatch.setitem(models._MODELS, "brought", net)
+    chosen = given(method="sgd", lora="lora=null")
+    chosen = replace(chosen, model=replace(chosen.model, name="brought"))
+    trained = run(tmp_path / "own", chosen, data())
+    assert "1.lora_A.default.weight" in load_file(tmp_path / "own" / "model.safetensors")
+    assert torch.equal(trained.model[1].base_layer.weight, net(10)[1].base_layer.weight)
+    with pytest.raises(ValueError, match="lora adds adapters, and the model has some already"):
+        run(tmp_path / "both", replace(chosen, lora=given().lora), data())
 
 
 def test_a_missing_peft_is_named_before_training(tmp_path, monkeypatch):

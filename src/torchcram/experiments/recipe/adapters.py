@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from torchcram.experiments.recipe.schema import LoraConfig, Recipe
 
 
+ADAPTER = "recipe"  # name by which adapters of a recipe differ from those that a model brings along
+
+
+def has_recipe_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters that `add_adapters_` has added."""
+    return has_adapters(model) and any(
+        ADAPTER in getattr(module, "lora_A", ()) for module in model.modules()
+    )
+
+
 def require_peft() -> None:
     """Raises ValueError that says what to install, if peft is missing."""
     try:
@@ -51,6 +61,8 @@ def add_adapters_(recipe: Recipe, model: nn.Module, *, seed: int) -> None:
     if lora is None:
         return
     require_peft()
+    if has_adapters(model):
+        raise ValueError(f"{recipe.name}: lora adds adapters, and the model has some already")
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -60,7 +72,7 @@ def add_adapters_(recipe: Recipe, model: nn.Module, *, seed: int) -> None:
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=pattern
     )
     with global_seed(seed):
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     del model.peft_config
     if lora.also_train is not None:
         _train_also_(lora.also_train, model, layers)
@@ -124,9 +136,9 @@ def merged_model(model: nn.Module) -> AbstractContextManager[object]:
     """Merges the adapters of a model for a `with` block, in which its layers are plain ones.
 
     In the block the model has the names and weights that are saved and compressed after training;
-    after it, W is back bit for bit. A model without adapters is not changed.
+    after it, W is back bit for bit. A model without adapters of a recipe is not changed.
     """
-    if not has_adapters(model):
+    if not has_recipe_adapters(model):
         return nullcontext()
     from torchcram.integrations.peft.merge import merged_model
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import remove_leftovers, write_atomically
+from torchcram.experiments.recipe.adapters import has_recipe_adapters
 from torchcram.experiments.training.shards import shard_as
-from torchcram.integrations.adapters import has_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -285,8 +285,8 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the frozen weights of a model with adapters; none of another model."""
-    if not has_adapters(model):
+    """Returns the frozen weights of a model with adapters of a recipe; none of another model."""
+    if not has_recipe_adapters(model):
         return {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter for name, parameter in named if not parameter.requires_grad}

@@ -310,6 +310,7 @@ class Trainer:
         sharded: bool = False,
     ) -> None:
         self._sharded = sharded
+        self._gathered: nn.Module | None = None
         self.recipe, self.folder, self.info, self.data = recipe, folder, info, data
         self.teacher, self.device, self.ranks = teacher, device, ranks
         self.done, self.seconds = 0, 0.0
@@ -375,9 +376,16 @@ class Trainer:
             with merged_model(self.model):
                 yield self.eval_model
             return
+        if self._gathered is not None:  # inside another such block
+            yield self._gathered
+            return
         gather_into_(self._whole, self.model)
-        whole = self._whole
-        yield whole if self.device.type == "cpu" else to_device(copy.deepcopy(whole), self.device)
+        on_cpu = self.device.type == "cpu"
+        self._gathered = self._whole if on_cpu else copy.deepcopy(self._whole).to(self.device)
+        try:
+            yield self._gathered
+        finally:
+            self._gathered = None
 
     # checkpoints
 
@@ -576,7 +584,7 @@ class _Epochs:
         if self._average is not None:
             average_statistics_(self._average.module, self._ranks)
         with self._trainer.whole_model() as whole:
-            score = self._score(whole) if test else None
+            score = self.score() if test else None
             return EpochRecord(
                 epoch=epoch + 1,
                 loss=loss,
@@ -595,12 +603,9 @@ class _Epochs:
 
     def score(self) -> Score:
         """Returns the score on the test split, of the model that a method would leave."""
-        with self._trainer.whole_model() as whole:
-            return self._score(whole)
-
-    def _score(self, whole: nn.Module) -> Score:
         optimizer = self._optimizer
-        with optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext():
+        pruned = optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext()
+        with pruned, self._trainer.whole_model() as whole:
             return score_model(
                 whole,
                 self._recipe,
