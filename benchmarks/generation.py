@@ -1,133 +1,189 @@
 """Tokens per second while a language model generates on the CPU.
 
-    python benchmarks/generation.py MODEL [--targets dense uniform:0.7 uniform:0.7+int8 ...]
-                                          [--types float32 bfloat16 int8] [--threads 1 2]
+    python benchmarks/generation.py MODEL [--targets dense uniform:0.7 ...] [--threads 1 2]
+                                          [--types float32 bfloat16 int8] [--compile]
+                                          [--llama PYTHON --gguf FILE ...]
                                           [--tokens N] [--rounds N]
-    python benchmarks/generation.py MODEL.gguf [--threads 1 2] [--tokens N] [--rounds N]
 
-MODEL is a folder of Transformers with a Llama-like model. Every target is generated with by torch
-(eager, the type of the model) and by `torchcram.runtime.prepare_generation` in every type; the
-prompt has 32 tokens, and only the tokens after the first are timed. With a GGUF file, llama.cpp
-generates (`pip install llama-cpp-python`, an environment of its own without torch will do).
+MODEL is a folder of Transformers with a Llama-like model. All engines take turns, round after
+round, so that other load on the machine affects all of them: torch, eager in float32 and bfloat16
+and with `--compile` also compiled with a static cache; `torchcram.runtime.prepare_generation` for
+every target and type; and llama.cpp on GGUF files, in a process of its own with the interpreter of
+an environment that has `llama-cpp-python`. The prompt is timed by itself, and then only the tokens
+after it. Times are medians of the rounds, in brackets those of the fastest round.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
-PROMPT = 32  # tokens
+PROMPT = 128  # tokens
 TYPES = ("float32", "bfloat16", "int8")
+Generate = Callable[[int], float]
+"""Function of a number of tokens: generates them and returns the seconds it took."""
 
 
-def milliseconds(generate: Callable[[int], object], tokens: int, rounds: int) -> list[float]:
-    """The time of a token, once per round: that of more tokens less that of one."""
-    generate(1)
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        generate(1)
-        middle = time.perf_counter()
-        generate(tokens + 1)
-        end = time.perf_counter()
-        times.append(1000 * ((end - middle) - (middle - start)) / tokens)
+def seconds(work: Callable[[], object]) -> float:
+    """Returns how long a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def race(engines: dict[str, Generate], tokens: int, rounds: int) -> dict[str, list[list[float]]]:
+    """Returns for every engine the milliseconds of a prompt and of a token, in all rounds."""
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in engines}
+    for turn in range(rounds + 1):
+        for name, generate in engines.items():
+            one, more = generate(1), generate(tokens + 1)
+            if turn > 0:
+                times[name][0].append(1000 * one)
+                times[name][1].append(1000 * (more - one) / tokens)
     return times
 
 
-def show(name: str, times: list[float], megabytes: float | None = None) -> None:
-    """Prints a row."""
-    middle = statistics.median(times)
-    spread = (max(times) - min(times)) / 2
-    size = "" if megabytes is None else f"{megabytes:>9.0f} MB per token"
-    print(
-        f"  {name:<40}{middle:>8.2f} ms +-{spread:>6.2f}{1000 / middle:>8.1f} tokens/s{size}",
-        flush=True,
-    )
-
-
-def measure(
-    folder: str, targets: list[str], types: list[str], threads: list[int], tokens: int, rounds: int
-) -> None:
-    """Prints the rows of a model of Transformers."""
+def transformers_engine(model: object, **options: object) -> Generate:
+    """Returns `generate` of a model of Transformers, without an end of the text."""
     import torch
-    from timing import machine
+
+    prompt = torch.arange(100, 100 + PROMPT).view(1, -1)
+    model.generation_config.eos_token_id = None  # type: ignore[attr-defined]
+
+    @torch.inference_mode()
+    def generate(count: int) -> float:
+        arguments = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, **options}
+        return seconds(lambda: model.generate(prompt, **arguments))  # type: ignore[attr-defined]
+
+    return generate
+
+
+def torch_engines(folder: str, *, compiled: bool) -> dict[str, Generate]:
+    """Returns torch in the types that it generates in."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engines = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        engines[f"torch, {name}"] = transformers_engine(model)
+        if compiled:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+            model.forward = torch.compile(model.forward, dynamic=False)
+            options = {"cache_implementation": "static", "disable_compile": True}
+            engines[f"torch, compiled, {name}"] = transformers_engine(model, **options)
+    return engines
+
+
+def our_engines(
+    folder: str, targets: list[str], types: list[str]
+) -> tuple[dict[str, Generate], dict[str, float]]:
+    """Returns the prepared models, and the megabytes of weights that each reads for a token."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     from torchcram import compress
     from torchcram.runtime import prepare_generation
     from torchcram.runtime.cpu.row_matrix import RowLinear
 
-    print(machine(torch.device("cpu")), flush=True)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    prompt = torch.randint(0, model.config.vocab_size, (1, PROMPT))
-
-    def generator(model: torch.nn.Module) -> Callable[[int], object]:
-        def generate(count: int) -> object:
-            with torch.inference_mode():
-                return model.generate(  # type: ignore[operator]
-                    prompt,
-                    max_new_tokens=count,
-                    min_new_tokens=count,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-
-        return generate
-
-    for count in threads:
-        torch.set_num_threads(count)
-        print(f"\n{count} thread(s)", flush=True)
-        show("torch, eager", milliseconds(generator(model), tokens, rounds))
-        for target in targets:
-            small = model if target == "dense" else compress(model, target)
-            for kind in types:
-                fast = prepare_generation(small, getattr(torch, kind))
-                packed = [m for m in fast.modules() if isinstance(m, RowLinear)]
-                megabytes = sum(matrix.nbytes for matrix in packed) / 1e6
-                show(f"{target}, {kind}", milliseconds(generator(fast), tokens, rounds), megabytes)
+    prompt = torch.arange(100, 100 + PROMPT).view(1, -1)
+    engines, sizes = {}, {}
+    for target in targets:
+        small = model if target == "dense" else compress(model, target)
+        for kind in types:
+            name = f"torchcram, {target}, {kind}"
+            fast = prepare_generation(small, getattr(torch, kind), prompt=prompt)
+            packed = [m for m in fast.modules() if isinstance(m, RowLinear)]
+            sizes[name] = sum(matrix.nbytes for matrix in packed) / 1e6
+            engines[name] = transformers_engine(fast)
+    return engines, sizes
 
 
-def measure_gguf(file: str, threads: list[int], tokens: int, rounds: int) -> None:
-    """Prints the rows of llama.cpp."""
+def llama_engine(python: str, file: str, threads: int) -> Generate:
+    """Returns llama.cpp in a process of its own."""
+    command = [python, __file__, "--serve", file, "--threads", str(threads)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+
+    def generate(count: int) -> float:
+        if process.stdin is None or process.stdout is None or process.poll() is not None:
+            raise RuntimeError(f"llama.cpp did not start: {' '.join(command)}")
+        process.stdin.write(f"{count}\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
+
+    return generate
+
+
+def serve(file: str, threads: int) -> None:
+    """Generates as many tokens as each line of the input says; prints the seconds."""
     from llama_cpp import Llama
 
-    for count in threads:
-        model = Llama(file, n_threads=count, n_threads_batch=count, n_ctx=512, verbose=False)
+    model = Llama(file, n_threads=threads, n_threads_batch=threads, n_ctx=1024, verbose=False)
 
-        def generate(number: int, model: Llama = model) -> None:
-            model.reset()
-            for done, _ in enumerate(model.generate(list(range(100, 100 + PROMPT)), temp=0.0), 1):
-                if done == number:
-                    return
+    def generate(count: int) -> None:
+        model.reset()
+        for done, _ in enumerate(model.generate(list(range(100, 100 + PROMPT)), temp=0.0), 1):
+            if done == count:
+                return
 
-        show(f"llama.cpp, {count} thread(s)", milliseconds(generate, tokens, rounds))
+    for line in sys.stdin:
+        print(seconds(lambda count=int(line): generate(count)), flush=True)  # type: ignore[misc]
+
+
+def measure(arguments: argparse.Namespace, threads: int) -> None:
+    """Prints a line for every engine."""
+    import torch
+
+    torch.set_num_threads(threads)
+    engines, sizes = our_engines(arguments.model, arguments.targets, arguments.types)
+    others = torch_engines(arguments.model, compiled=arguments.compile)
+    for file in arguments.gguf:
+        name = f"llama.cpp, {file.rsplit('/', 1)[-1]}"
+        others[name] = llama_engine(arguments.llama, file, threads)
+    print(f"\n{threads} thread(s), prompt of {PROMPT} tokens", flush=True)
+    for name, times in race({**others, **engines}, arguments.tokens, arguments.rounds).items():
+        (prompt, token), (fast_prompt, fast) = map(statistics.median, times), map(min, times)
+        size = f"{sizes[name]:>7.0f} MB per token" if name in sizes else ""
+        print(
+            f"  {name:<38} prompt{prompt:>7.0f} ms ({fast_prompt:.0f}), token{token:>7.2f} ms "
+            f"({fast:.2f}), {1000 / token:>6.1f} tokens/s ({1000 / fast:.1f}){size}",
+            flush=True,
+        )
 
 
 def main() -> None:
-    """Prints one table."""
+    """Prints one table for every number of threads."""
     parser = argparse.ArgumentParser(description="Times the generation of text on the CPU.")
-    parser.add_argument("model", help="folder of Transformers, or a GGUF file for llama.cpp")
+    parser.add_argument("model", nargs="?", help="folder of Transformers")
     parser.add_argument(
         "--targets", nargs="+", default=["dense", "uniform:0.5", "uniform:0.7", "uniform:0.8"]
     )
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
+    parser.add_argument("--compile", action="store_true", help="also torch.compile")
+    parser.add_argument("--llama", default=sys.executable, help="interpreter with llama_cpp")
+    parser.add_argument("--gguf", nargs="+", default=[], help="files that llama.cpp generates with")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.model.endswith(".gguf"):
-        measure_gguf(arguments.model, arguments.threads, arguments.tokens, arguments.rounds)
-    else:
-        measure(
-            arguments.model,
-            arguments.targets,
-            arguments.types,
-            arguments.threads,
-            arguments.tokens,
-            arguments.rounds,
-        )
+    if arguments.serve:
+        serve(arguments.serve, arguments.threads[0])
+        return
+    if arguments.model is None:
+        parser.error("name a folder with a model")
+    import torch
+    from timing import machine
+
+    print(machine(torch.device("cpu")), flush=True)
+    for threads in arguments.threads:
+        measure(arguments, threads)
 
 
 if __name__ == "__main__":

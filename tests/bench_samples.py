@@ -1,6 +1,15 @@
 """Benchmarks that the tests of their files, tables and pages share."""
 
-from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Times, Timing
+from torchcram.experiments.bench.record import (
+    Bench,
+    Generation,
+    GenerationTiming,
+    GgufFile,
+    ModelRecord,
+    Setting,
+    Times,
+    Timing,
+)
 
 VERSIONS = {"torch": "9.8.7", "torchcram": "<6.5.4>"}
 
@@ -52,3 +61,45 @@ def bench(**changes):
         "timings": tuple(timings),
     }
     return Bench(**{**values, **changes})
+
+
+def generation(**changes):
+    """Two engines with three models and two numbers of threads, and llama.cpp with a file."""
+    medians = {
+        ("dense", "torch"): (50.0, 20.0, 25.0),
+        ("dense", "torchcram-int8"): (50.0, 5.0, 25.1),
+        ("global:0.9", "torch"): (50.0, 20.5, 26.0),
+        ("global:0.9", "torchcram-int8"): (40.0, 2.0, 26.2),
+        ("int4", "torch"): (50.0, 20.2, 30.0),
+        ("small.gguf", "llama.cpp"): (10.0, 4.0, 28.0),
+    }
+    timings = [
+        GenerationTiming(
+            target, engine, threads, times(prompt / threads), times(token / threads), perplexity
+        )
+        for threads in (1, 2)
+        for (target, engine), (prompt, token, perplexity) in medians.items()
+    ]
+    timings += [
+        GenerationTiming("int4", "torchcram-int8", threads, None, None, note="no kernels here")
+        for threads in (1, 2)
+    ]
+    values = {
+        "prompt_tokens": 100,
+        "new_tokens": 64,
+        "scored_tokens": 2048,
+        "timings": tuple(timings),
+        "files": (GgufFile("small.gguf", 98_700_000),),
+    }
+    return Generation(**{**values, **changes})
+
+
+def generating_bench(**changes):
+    """Language models that generate, with the times of `bench`."""
+    subjects = (
+        model_record("dense", 24.0, 40_100_000),
+        model_record("global:0.9", 25.0, 5_000_000),
+        model_record("int4", 29.0, 5_500_000),
+    )
+    values = {"metric": "perplexity", "subjects": subjects, "generation": generation()}
+    return bench(**{**values, **changes})

@@ -1,12 +1,13 @@
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
 from dataclasses import replace
 
 import pytest
-from bench_samples import bench, model_record
+from bench_samples import bench, generating_bench, generation, model_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_samples import cram, sgd
@@ -16,18 +17,16 @@ from test_runs_page import FRAME, HOSTILE, Page
 from torchcram.experiments.bench.record import Setting, write_bench
 from torchcram.report.bench import (
     latency_chart,
-    ms,
     overview_table,
-    rate,
-    size,
     size_chart,
     size_table,
     speed_tables,
-    times,
 )
 from torchcram.report.charts import pareto
+from torchcram.report.generation import generation_chart, generation_tables
 from torchcram.report.runs import runs_page
 from torchcram.report.sources import read_benches
+from torchcram.report.units import ms, rate, size, times
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +146,96 @@ def test_whatever_is_given_stays_text(text):
         replace(one, engine=name, note=text) if one.engine == "torch" else one
         for one in bench().timings
     )
-    odd = bench(title=text, machine=text, versions={text: text}, data=text, timings=timings)
-    usual = Page(runs_page([sgd()], benches=[bench()]))
+    odd = generating_bench(title=text, machine=text, versions={text: text}, data=text)
+    told = generation(
+        timings=tuple(
+            replace(one, engine=name if one.engine == "torch" else one.engine, note=text)
+            for one in generation().timings
+        )
+    )
+    odd = replace(odd, timings=timings, generation=told)
+    usual = Page(runs_page([sgd()], benches=[generating_bench()]))
     page = Page(runs_page([sgd()], benches=[odd]))
     tags = re.compile(r"<(script|b|style|figure|strong)\b")
     assert tags.findall(page.source) == tags.findall(usual.source)
     assert page.charts[1]["series"][0]["name"] == name
+    assert page.charts[3]["series"][0]["name"] == name
+
+
+def test_the_page_has_tokens_per_second():
+    page = Page(runs_page([sgd()], benches=[generating_bench()]))
+    first = page.rows.index(["model", "file", "torch", "torchcram-int8", "llama.cpp"])
+    assert page.rows[first + 1 : first + 5] == [
+        [
+            "dense",
+            "40.1",
+            "50.0 0.25x45.5 to 55.6prompt 2,000perplexity 25.00",
+            "200 1.00x182 to 222prompt 2,000perplexity 25.10",
+            "",
+        ],
+        [
+            "global:0.9",
+            "5.00",
+            "48.8 0.24x44.3 to 54.2prompt 2,000perplexity 26.00",
+            "500 2.50x455 to 556prompt 2,500perplexity 26.20",
+            "",
+        ],
+        ["int4", "5.50", "49.5 0.25x45.0 to 55.0prompt 2,000perplexity 30.00", "-", ""],
+        ["small.gguf", "98.7", "", "", "250 1.25x227 to 278prompt 10,000perplexity 28.00"],
+    ]
+    titles = [word for word in page.words if word.startswith("prompt of")]
+    assert titles == [
+        "prompt of 100 tokens, 64 after it, 1 thread",
+        "prompt of 100 tokens, 64 after it, 2 threads",
+    ]
+    assert page.words.count("int4 with torchcram-int8: no kernels here") == 2
+    said = " ".join(" ".join(page.words).split())
+    assert "against torchcram-int8, the fastest engine on the dense model" in said
+    assert "on the first 2,048 test tokens of cifar-jpeg" in said
+    assert page.charts[3] == generation_chart(generating_bench())
+    assert len(page.charts) == 4
+
+
+def test_perplexity_against_tokens_per_second_has_a_front_of_fast_and_good():
+    chart = generation_chart(generating_bench())
+    assert [view["name"] for view in chart["views"]] == ["1 thread", "2 threads"]
+    *engines, front = chart["series"]
+    names = [(one["name"], len(one["points"])) for one in engines]
+    assert names == [("torch", 6), ("torchcram-int8", 4), ("llama.cpp", 2)]
+    shown = [(point["x"], point["y"]) for point in front["points"] if point["y"][0] is not None]
+    assert shown == [
+        (500, [pytest.approx(math.log10(26.2)), None]),
+        (200, [pytest.approx(math.log10(25.1)), None]),
+        (50, [pytest.approx(math.log10(25.0)), None]),
+    ]
+    assert front["points"][0]["text"] == [
+        ["model", "global:0.9"],
+        ["perplexity", "26.20"],
+        ["tokens/s", "500"],
+        ["quartiles", "455 to 556"],
+        ["prompt, tokens/s", "2,500"],
+        ["file", "5.00 MB"],
+        ["speed", "2.50x"],
+    ]
+    unknown = tuple(replace(one, perplexity=None) for one in generation().timings)
+    assert generation_chart(generating_bench(generation=generation(timings=unknown))) is None
+    assert generation_chart(bench()) is None
+
+
+def test_the_tables_of_the_terminal_have_generation():
+    first, second = generation_tables(generating_bench())
+    text = printed(first)
+    assert "generation, prompt of 100 tokens, 64 after it, 1 thread on Abacus 3" in text
+    row = r"│ +│ torchcram-int8 +│ +2,500 │ +500 │ +\(455 to 556\) │ +2\.50x │ +26\.20 │ +│"
+    assert re.search(row, text)
+    assert re.search(r"│ +│ torchcram-int8 +│ +│ +│ +│ +│ +│ no kernels here │", text)
+    assert re.search(r"│ small\.gguf +│ llama\.cpp +│ +10,000 │ +250 │ ", text)
+    assert "perplexity: of what the engine computes, on the first 2,048 test tokens of" in text
+    assert "2 threads on Abacus 3" in printed(second)
+    assert generation_tables(bench()) == []
+    unknown = tuple(replace(one, perplexity=None) for one in generation().timings)
+    bare = generating_bench(generation=generation(timings=unknown, scored_tokens=None))
+    assert "of what the engine computes" not in printed(*generation_tables(bare))
 
 
 points = st.tuples(st.integers(0, 9), st.integers(0, 9))

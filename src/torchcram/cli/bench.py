@@ -44,9 +44,55 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAMES",
-            show_default="all but the last",
+            show_default="all but torchcram-compiled",
             help="Engines, separated by commas: torch, compiled, onnxruntime, torchcram, "
-            "torchcram-compiled; on a GPU torch, compiled, torchcram.",
+            "torchcram-compiled; on a GPU torch, compiled, torchcram; for generation torch, "
+            "torch-bf16, torchcram, torchcram-bf16, torchcram-int8.",
+        ),
+    ] = None,
+    forward: Annotated[
+        bool,
+        typer.Option("--forward/--no-forward", help="Time whole batches."),
+    ] = True,
+    generation: Annotated[
+        bool | None,
+        typer.Option(
+            "--generation/--no-generation",
+            show_default="generation of language models on the CPU",
+            help="Time the generation of text.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            show_default="128, fewer if the model takes fewer",
+            help="Length of the prompt that text is generated from.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="64, fewer if the model takes fewer",
+            help="Number of tokens that are generated and timed after the prompt.",
+        ),
+    ] = None,
+    scored_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            show_default="2048; none with --no-accuracy",
+            help="Number of test tokens that the perplexity of every engine is measured on.",
+        ),
+    ] = None,
+    gguf: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="GGUF file that llama.cpp generates with, for comparison. Repeatable.",
         ),
     ] = None,
     rounds: Annotated[
@@ -66,37 +112,59 @@ def bench(
 ) -> None:
     """Measure models side by side: accuracy, file sizes, latency and throughput.
 
-    The dense model and each target run in every engine, in turns, on real test data. The result is
-    also written to the run folder, where `torchcram report` finds it.
+    The dense model and each target run in every engine, in turns, on real test data. Language
+    models also generate text, on the CPU. The result is also written to the run folder, where
+    `torchcram report` finds it.
     """
     with errors_in_a_line():
         import torch
 
         from torchcram.cli.output import result_output, show
         from torchcram.experiments.bench.candidates import open_source
-        from torchcram.experiments.bench.engines import (
-            CPU_ENGINES,
-            DEFAULT,
-            GPU_ENGINES,
-            check_engines,
-        )
+        from torchcram.experiments.bench.generation import SCORED, GenerationPlan
         from torchcram.experiments.bench.record import FILES, write_bench
-        from torchcram.experiments.bench.run import Plan, run_bench
+        from torchcram.experiments.bench.run import Plan, choose_engines, run_bench
         from torchcram.report.bench import size_table, speed_tables
+        from torchcram.report.generation import generation_tables
 
         def say(line: str) -> None:
             typer.echo(line, err=True)
 
         where = find_device(device)
-        gpu = where.type == "cuda"
-        names = [name.strip() for name in engines.split(",")] if engines is not None else None
-        names = names or list(GPU_ENGINES if gpu else DEFAULT)
-        counts = tuple(threads or [torch.get_num_threads()])
+        names = None if engines is None else [name.strip() for name in engines.split(",")]
         check_targets(to)
-        with usage():
-            check_engines(names, GPU_ENGINES if gpu else CPU_ENGINES)
-            plan = Plan(tuple(names), tuple(batch or BATCHES), counts, rounds)
         opened = open_source(source, to or ())
+        can_generate = opened.recipe.build_task().can_generate
+        about_text = {"prompt": prompt, "tokens": tokens, "scored-tokens": scored_tokens}
+        given = [name for name, value in {**about_text, "gguf": gguf}.items() if value is not None]
+        given += ["generation"] if generation else []
+        with usage():
+            if given and (not can_generate or where.type != "cpu" or generation is False):
+                raise ValueError(f"--{given[0]} is for the generation of language models on a CPU")
+            chosen = choose_engines(
+                names,
+                where,
+                forward=forward,
+                generation=can_generate and generation is not False,
+                gguf=bool(gguf),
+            )
+            plan = Plan(
+                chosen.forward,
+                tuple(batch or BATCHES),
+                tuple(threads or [torch.get_num_threads()]),
+                rounds,
+                generation=None
+                if chosen.generation is None
+                else GenerationPlan(
+                    chosen.generation,
+                    prompt=prompt,
+                    tokens=tokens,
+                    gguf=tuple(gguf or ()),
+                    scored=scored_tokens or (SCORED if accuracy else None),
+                ),
+            )
+        if can_generate and where.type != "cpu" and generation is not False:
+            say("generation is timed on the CPU alone; this benchmark leaves it out")
         samples = load(opened.recipe, data, download=download)
         candidates = opened.candidates(samples, device=where, accuracy=accuracy, report=say)
         with result_output(json) as write:
@@ -111,7 +179,7 @@ def bench(
                     report=say,
                 )
             show(size_table(result))
-            for table in speed_tables(result):
+            for table in (*speed_tables(result), *generation_tables(result)):
                 show(table)
             if source.is_dir():
                 write_bench(result, source / FILES[where.type])

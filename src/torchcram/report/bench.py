@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcram.experiments.bench.record import DENSE, fastest
-from torchcram.experiments.metrics import change_from, less_is_better
+from torchcram.experiments.metrics import PERPLEXITY, change_from, less_is_better
 from torchcram.report.charts import Chart, Point, cost_chart, make_point
+from torchcram.report.generation import Generated, generated_tables, generation_chart
 from torchcram.report.summary import (
     axis_label,
     change_text,
@@ -21,35 +22,12 @@ from torchcram.report.summary import (
     percent_sign,
     score_text,
 )
+from torchcram.report.units import MEGA, ms, rate, size, times
 
 if TYPE_CHECKING:
     from torchcram.experiments.bench.record import Bench, ModelRecord, Timing
 
-MEGA = 1e6
 SERIES = {"compact file": "compact_bytes", "ONNX file": "onnx_bytes", "plain file": "plain_bytes"}
-
-
-def ms(milliseconds: float) -> str:
-    """Formats milliseconds with three significant digits: 0.123, 1.23, 123."""
-    if milliseconds >= 100:
-        return f"{milliseconds:.0f}"
-    return f"{milliseconds:.{1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3}f}"
-
-
-def size(count: int) -> str:
-    """Formats a number of bytes in MB, small ones with more digits."""
-    millions = count / MEGA
-    return f"{millions:.{1 if millions >= 10 else 2 if millions >= 1 else 3}f}"
-
-
-def rate(per_second: float) -> str:
-    """Formats a throughput: 1.23, 12.3, 1,234."""
-    return f"{per_second:,.{2 if per_second < 10 else 1 if per_second < 100 else 0}f}"
-
-
-def times(ratio: float) -> str:
-    """Formats a ratio: 2.31x, 12.3x."""
-    return f"{ratio:.{1 if ratio >= 10 else 2}f}x"
 
 
 def size_cells(bench: Bench, model: ModelRecord) -> list[str]:
@@ -205,12 +183,16 @@ class Section:
             ratio, ONNX file.
         speeds: Tables of the settings.
         charts: Indices of the charts on the page, each with a description.
+        generated: Tables of generation.
+        generation_charts: Indices of the charts of generation, each with a description.
     """
 
     bench: Bench
     sizes: Sequence[Sequence[str]]
     speeds: Sequence[Speeds]
     charts: Sequence[tuple[int, str]]
+    generated: Sequence[Generated]
+    generation_charts: Sequence[tuple[int, str]]
 
 
 def sections(benches: Iterable[Bench], first: int) -> tuple[list[Section], list[Chart]]:
@@ -233,7 +215,13 @@ def sections(benches: Iterable[Bench], first: int) -> tuple[list[Section], list[
                 charts.append(chart)
         sizes = [[model.target, *size_cells(bench, model)] for model in bench.subjects]
         speeds = [_speeds(bench, setting) for setting in range(len(bench.settings))]
-        shown.append(Section(bench, sizes, speeds, described))
+        chart, tokens = generation_chart(bench), []
+        if chart is not None:
+            label = f"{PERPLEXITY} against tokens per second, a series for every engine"
+            tokens.append((first + len(charts), label))
+            charts.append(chart)
+        generated = generated_tables(bench)
+        shown.append(Section(bench, sizes, speeds, described, generated, tokens))
     return shown, charts
 
 

@@ -55,6 +55,7 @@ def cost_chart(
     value: str,
     *,
     falls: bool = False,
+    benefit: bool = False,
 ) -> Chart | None:
     """Returns value against cost as separate points, with the Pareto front of every view.
 
@@ -64,6 +65,7 @@ def cost_chart(
         cost: Label of the horizontal axis.
         value: Label of the vertical axis.
         falls: Whether less of the value is better.
+        benefit: Whether more is better along the horizontal axis, as of tokens per second.
 
     Returns:
         The chart, or None if there are no points.
@@ -74,8 +76,8 @@ def cost_chart(
     front, shown = [], []
     for view, name in enumerate(views):
         visible = [point for point in points if point["y"][view] is not None]
-        sign = -1 if falls else 1
-        best = pareto([(point["x"], sign * point["y"][view]) for point in visible])
+        up, right = -1 if falls else 1, -1 if benefit else 1
+        best = pareto([(right * point["x"], up * point["y"][view]) for point in visible])
         front += [visible[index] for index in best]
         end = _ROOM * max((point["x"] for point in visible), default=1.0)
         axis = {"label": cost, "min": 0, "max": end, "least": 0}

@@ -3,11 +3,19 @@ import re
 from dataclasses import replace
 
 import pytest
-from bench_samples import bench, model_record, times
+from bench_samples import bench, generating_bench, generation, model_record, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcram.experiments.bench.record import Setting, Times, Timing, read_bench, write_bench
+from torchcram.experiments.bench.record import (
+    GenerationTiming,
+    GgufFile,
+    Setting,
+    Times,
+    Timing,
+    read_bench,
+    write_bench,
+)
 
 
 def test_a_file_gives_back_what_was_written(tmp_path):
@@ -15,7 +23,50 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     assert read_bench(tmp_path / "bench.json") == bench()
     text = (tmp_path / "bench.json").read_text()
     assert not re.search(r"20\d\d-\d\d|date", text)
-    assert sorted(json.loads(text)) == sorted(vars(bench()))
+    assert sorted(json.loads(text)) == sorted(vars(bench()).keys() - {"generation"})
+
+
+def test_generation_is_written_where_it_was_measured(tmp_path):
+    write_bench(generating_bench(), tmp_path / "bench.json")
+    assert read_bench(tmp_path / "bench.json") == generating_bench()
+    alone = generating_bench(settings=(), timings=())
+    write_bench(alone, tmp_path / "bench.json")
+    assert read_bench(tmp_path / "bench.json") == alone
+    assert (alone.engines, alone.baseline(0)) == ([], None)
+
+
+def test_generation_is_compared_with_the_fastest_engine_on_the_dense_model():
+    found = generation()
+    assert found.engines == ["torch", "torchcram-int8", "llama.cpp"]
+    assert found.targets == ["dense", "global:0.9", "int4", "small.gguf"]
+    assert found.threads == [1, 2]
+    assert found.baseline(2).engine == "torchcram-int8"
+    assert found.ratio(found.timing("global:0.9", "torchcram-int8", 2)) == 2.5
+    assert found.ratio(found.timing("small.gguf", "llama.cpp", 1)) == 1.25
+    assert found.ratio(found.timing("int4", "torchcram-int8", 1)) is None
+    assert found.timing("small.gguf", "torch", 1) is None
+    others = tuple(timing for timing in found.timings if timing.target != "dense")
+    assert generation(timings=others).baseline(1) is None
+    assert generation(timings=others).ratio(others[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: generation(prompt_tokens=0), "prompt_tokens is 0; allowed: at least 1"),
+        (lambda: generation(new_tokens=0), "new_tokens is 0; allowed: at least 1"),
+        (lambda: generation(timings=generation().timings[:1] * 2), "each engine and model once"),
+        (lambda: generation(files=(GgufFile("a", 1),) * 2), "every name once"),
+        (lambda: GgufFile("a", 0), "bytes is 0"),
+        (lambda: GgufFile(" ", 1), "name is ' '"),
+        (lambda: GenerationTiming("dense", "torch", 1, times(1.0), None), "token is None"),
+        (lambda: replace(generation().timings[0], perplexity=0.5), "perplexity is 0.5"),
+        (lambda: generating_bench(generation=generation(files=())), "small.gguf'; allowed: one of"),
+    ],
+)
+def test_impossible_generation_is_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 def test_the_baseline_is_the_fastest_engine_on_the_dense_model():
@@ -87,7 +138,7 @@ def test_impossible_numbers_are_refused(make, said):
 @given(st.data())
 def test_a_file_that_is_something_else_is_refused_by_name(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("bench") / "bench.json"
-    write_bench(bench(), path)
+    write_bench(bench(), path)  # generation may be missing or null
     plain = json.loads(path.read_text())
     key = data.draw(st.sampled_from(sorted(plain)))
     if data.draw(st.booleans()):

@@ -5,7 +5,8 @@ from runs import CPU
 from torchcram import compress
 from torchcram.experiments.bench import run as module
 from torchcram.experiments.bench.candidates import Candidate
-from torchcram.experiments.bench.run import Plan, example_batch, run_bench
+from torchcram.experiments.bench.engines import DEFAULT, GPU_ENGINES
+from torchcram.experiments.bench.run import Plan, choose_engines, example_batch, run_bench
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.pruners import parse_pruner
 
@@ -76,6 +77,7 @@ def test_a_batch_beyond_the_test_split_is_refused(trained, data, size):
         ({"batches": (0,)}, r"batches \[0\]"),
         ({"threads": (1, 1)}, "each once"),
         ({"rounds": 0}, "rounds 0"),
+        ({"engines": ()}, "nothing to measure"),
     ],
 )
 def test_bad_plans_are_refused(changes, said):
@@ -100,3 +102,46 @@ def test_rounds_that_are_asked_for_are_not_cut_short(
         report=lambda _: None,
     )
     assert (seen[0]["rounds"], seen[0]["seconds"]) == (rounds or module.ROUNDS, limit)
+
+
+CUDA = torch.device("cuda")
+GENERATING = ("torch", "torch-bf16", "torchcram", "torchcram-bf16", "torchcram-int8")
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "options", "forward", "generation"),
+    [
+        (None, CPU, {}, DEFAULT, None),
+        (None, CPU, {"generation": True}, DEFAULT, GENERATING),
+        (None, CPU, {"generation": True, "forward": False}, (), GENERATING),
+        (None, CUDA, {"generation": True}, GPU_ENGINES, None),
+        (["compiled"], CPU, {"generation": True}, ("compiled",), None),
+        (["compiled"], CPU, {"generation": True, "gguf": True}, ("compiled",), ()),
+        (["torchcram-int8"], CPU, {"generation": True}, (), ("torchcram-int8",)),
+        (
+            ["torchcram", "compiled", "llama.cpp", "torch"],
+            CPU,
+            {"generation": True, "gguf": True},
+            ("torchcram", "compiled", "torch"),
+            ("torchcram", "torch"),
+        ),
+    ],
+)
+def test_an_engine_may_run_batches_generate_or_both(names, device, options, forward, generation):
+    assert choose_engines(names, device, **options) == (forward, generation)
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "options", "said"),
+    [
+        (["torch-bf16"], CPU, {}, "engine 'torch-bf16'.*allowed are torch, compiled"),
+        (["torch-bf16"], CUDA, {"generation": True}, "engine 'torch-bf16'"),
+        (["compiled"], CPU, {"forward": False, "generation": True}, "engine 'compiled'"),
+        (["torchcram-int4"], CPU, {"generation": True}, "did you mean 'torchcram-int8'"),
+        (["torch", "torch"], CPU, {"generation": True}, "named twice"),
+        (["llama.cpp"], CPU, {"generation": True}, "'llama.cpp' needs a GGUF file"),
+    ],
+)
+def test_engines_that_cannot_be_used_are_refused(names, device, options, said):
+    with pytest.raises(ValueError, match=said):
+        choose_engines(names, device, **options)

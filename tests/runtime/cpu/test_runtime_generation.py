@@ -5,15 +5,20 @@ import io
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from torchcram import compress_
 from torchcram.kernels.cpu.library import LEVELS, level, use_level
 from torchcram.runtime import available, prepare_generation, report
+from torchcram.runtime.cpu.generation import (
+    prepare_prompts,
+    round_for_generation,
+    with_single_tokens,
+)
 from torchcram.runtime.cpu.modules import SparseLinear
-from torchcram.runtime.cpu.row_matrix import RowLinear
+from torchcram.runtime.cpu.row_matrix import RoundedLinear, RowLinear
 
 pytestmark = pytest.mark.skipif(not available(), reason="the kernels are not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
@@ -288,3 +293,65 @@ def test_other_decoders_are_refused_with_the_reason(name, options, message):
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="Linear cannot generate in the kernels"):
         prepare_generation(nn.Linear(4, 4))
+
+
+def test_shared_weights_are_those_of_the_model():
+    model = language_model()
+    compress_(model, "uniform:0.5", weights=None)
+
+    def address(other):
+        return other.model.layers[0].mlp.up_proj.weight.data_ptr()
+
+    assert address(prepare_prompts(model, None)) != address(model)
+    for example in (None, prompt()):
+        shared = prepare_prompts(model, example, share_weights=True)
+        assert shared.model.embed_tokens.weight.data_ptr() == (
+            model.model.embed_tokens.weight.data_ptr()
+        )
+        for layer in shared.modules():
+            if isinstance(layer, nn.Linear):
+                assert layer.weight.data_ptr() in {w.data_ptr() for w in model.parameters()}
+        assert not any(weight.requires_grad for weight in shared.parameters())
+        expected = generated(model, prompt())
+        for dtype in (torch.float32, torch.int8, torch.float32):
+            fast = with_single_tokens(shared, model, dtype)
+            assert dtype == torch.int8 or torch.equal(generated(fast, prompt()), expected)
+        assert not any(isinstance(layer, RowLinear) for layer in shared.modules())
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.usefixtures("_each_level")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=20)
+@given(
+    rows=st.integers(1, 40),
+    inner=st.integers(1, 200),
+    sparsity=st.sampled_from([0.0, 0.7, 1.0]),
+    biased=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_torch_computes_what_the_kernels_round(dtype, rows, inner, sparsity, biased, seed):
+    weight, x = matrix(rows, inner, sparsity, seed), matrix(3, inner, 0.0, seed + 1)
+    bias = matrix(1, rows, 0.0, seed + 2)[0] if biased else None
+    y = RoundedLinear(weight, bias, dtype)(x)
+    lengths = weight.norm(dim=1) * x.norm(dim=1, keepdim=True)
+    error = (RowLinear(weight, bias, dtype)(x) - y).abs()
+    assert (error <= 1e-5 * lengths + 1e-5).all()
+
+
+@pytest.mark.usefixtures("_each_level")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rounded_prompts_have_the_scores_of_single_tokens(dtype):
+    model, ids = language_model(), prompt(2, 12)
+    fast, rounded = prepare_generation(model, dtype), round_for_generation(model, dtype)
+    expected, _ = logits_of(rounded, [ids])
+    with torch.no_grad():
+        cache = rounded(ids[:, :1], use_cache=True).past_key_values
+        scores = []
+        for token in ids[:, 1:].split(1, dim=1):
+            output = fast(token, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            scores.append(output.logits)
+    torch.testing.assert_close(torch.cat(scores, dim=1), expected[:, 1:], rtol=1e-3, atol=1e-3)
+    exact, _ = logits_of(model, [ids])
+    assert (exact - expected).abs().max() > 5e-3  # rounding is seen

@@ -45,6 +45,7 @@ class Candidate:
         weights: Weights that the operator applies to.
         accuracy: Score by the metric of its task; None where unknown.
         file_bytes: Size of the compact file that it was read from, if any.
+        trained: Whether its weights are trained; otherwise it can only be timed.
     """
 
     target: str
@@ -53,6 +54,7 @@ class Candidate:
     weights: Weights
     accuracy: float | None
     file_bytes: int | None = None
+    trained: bool = True
 
     @property
     def sparsity(self) -> float:
@@ -184,7 +186,7 @@ class FileSource:
         text = self.manifest.operator
         operator = None if text is None else parse_pruner(text)
         weights = target_weights(self.recipe, dense)
-        yield Candidate(DENSE, dense, None, weights, _score(metrics, "dense"))
+        yield Candidate(DENSE, dense, None, weights, _score(metrics, "dense"), trained=False)
         weights = target_weights(self.recipe, small)
         name, size = text or self.path.name, self.path.stat().st_size
         yield Candidate(name, small, operator, weights, _score(metrics, "after"), size)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchcram.experiments.io import json_text
 from torchcram.experiments.io.dataclass_io import require
 from torchcram.experiments.io.files import write_atomically
-from torchcram.experiments.metrics import is_possible, less_is_better
+from torchcram.experiments.metrics import PERPLEXITY, is_possible, less_is_better
 
 FILES = {"cpu": "bench.json", "cuda": "bench-cuda.json"}  # in the folder of a run, by device
 DENSE = "dense"
@@ -106,6 +106,119 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class GenerationTiming:
+    """Times of an engine that generates text with one of the models, one sequence at a time.
+
+    Attributes:
+        target: Target of the model, or the name of a GGUF file.
+        engine: Name of the engine.
+        threads: Number of threads.
+        prompt: Times of the prompt up to the first new token; None where the engine cannot run.
+        token: Times of a token after it; None where the engine cannot run.
+        perplexity: Perplexity of what the engine computes for single tokens, on the first
+            `Generation.scored_tokens` tokens of the test text; None where it was not measured.
+        error: Largest difference of the scores of the next token from those of eager torch in
+            float32 with the same model, as a fraction of the largest score.
+        note: Reason why the engine cannot run the model, or another remark.
+    """
+
+    target: str
+    engine: str
+    threads: int
+    prompt: Times | None
+    token: Times | None
+    perplexity: float | None = None
+    error: float | None = None
+    note: str = field(default="", metadata=json_text.UNLESS_DEFAULT)
+
+    def __post_init__(self) -> None:
+        together = (self.prompt is None) == (self.token is None)
+        require(together, "token", self.token, "times where the prompt has times, null otherwise")
+        possible = self.perplexity is None or is_possible(self.perplexity, PERPLEXITY)
+        require(possible, "perplexity", self.perplexity, "1 or more, or null")
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file that llama.cpp generates with.
+
+    Attributes:
+        name: Name of the file.
+        bytes: Size of the file.
+    """
+
+    name: str
+    bytes: int
+
+    def __post_init__(self) -> None:
+        require(bool(self.name.strip()), "name", self.name, "the name of a file")
+        require(self.bytes > 0, "bytes", self.bytes, "a positive number")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation of text: a prompt, and single tokens after it.
+
+    Attributes:
+        prompt_tokens: Number of tokens of the prompt.
+        new_tokens: Number of single tokens that are timed after it.
+        scored_tokens: Number of test tokens that the perplexities are of; None where none is known.
+        timings: Times of every engine with every model, for every number of threads.
+        files: GGUF files that llama.cpp generates with.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    scored_tokens: int | None
+    timings: tuple[GenerationTiming, ...]
+    files: tuple[GgufFile, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("prompt_tokens", "new_tokens"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        keys = [(t.target, t.engine, t.threads) for t in self.timings]
+        require(len(set(keys)) == len(keys), "timings", keys, "each engine and model once")
+        names = [file.name for file in self.files]
+        require(len(set(names)) == len(names), "files", names, "every name once")
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines, in the order they were asked for."""
+        return list(dict.fromkeys(timing.engine for timing in self.timings))
+
+    @property
+    def threads(self) -> list[int]:
+        """Numbers of threads."""
+        return list(dict.fromkeys(timing.threads for timing in self.timings))
+
+    @property
+    def targets(self) -> list[str]:
+        """Targets of the models, and names of the GGUF files."""
+        return list(dict.fromkeys(timing.target for timing in self.timings))
+
+    def timing(self, target: str, engine: str, threads: int) -> GenerationTiming | None:
+        """Returns the timing of an engine with a model; None where there is none."""
+        key = (target, engine, threads)
+        return next((t for t in self.timings if (t.target, t.engine, t.threads) == key), None)
+
+    def baseline(self, threads: int) -> GenerationTiming | None:
+        """Returns the engine with the most tokens per second on the dense model."""
+        ran = [
+            (timing.token.median, timing)
+            for timing in self.timings
+            if (timing.target, timing.threads) == (DENSE, threads) and timing.token is not None
+        ]
+        return min(ran, key=lambda pair: pair[0])[1] if ran else None
+
+    def ratio(self, timing: GenerationTiming) -> float | None:
+        """Returns the tokens per second of an engine relative to the baseline."""
+        base = self.baseline(timing.threads)
+        if timing.token is None or base is None or base.token is None:
+            return None
+        return base.token.median / timing.token.median
+
+
+@dataclass(frozen=True)
 class Bench:
     """Models side by side, on one machine, in one run.
 
@@ -121,6 +234,7 @@ class Bench:
         settings: Batch sizes and numbers of threads.
         subjects: Models, the dense one first.
         timings: Times of every engine with every model in every setting.
+        generation: Times of generation, of language models on a CPU.
     """
 
     recipe: str
@@ -134,6 +248,7 @@ class Bench:
     settings: tuple[Setting, ...]
     subjects: tuple[ModelRecord, ...]
     timings: tuple[Timing, ...]
+    generation: Generation | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         targets = [model.target for model in self.subjects]
@@ -149,6 +264,11 @@ class Bench:
             key = (timing.target, timing.engine, timing.setting)
             require(known and key not in seen, "timings", key, "known ones, each once")
             seen.add(key)
+        if self.generation is not None:
+            known_names = [*targets, *(file.name for file in self.generation.files)]
+            for generated in self.generation.targets:
+                allowed = f"one of {', '.join(known_names)}"
+                require(generated in known_names, "generation.timings", generated, allowed)
 
     @property
     def engines(self) -> list[str]:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torchcram import artifact
-from torchcram.experiments.bench.engines import UnableError, cpu_engines, gpu_engines
+from torchcram.experiments.bench.engines import (
+    CPU_ENGINES,
+    DEFAULT,
+    GPU_ENGINES,
+    UnableError,
+    check_engines,
+    cpu_engines,
+    gpu_engines,
+)
+from torchcram.experiments.bench.generation import (
+    GenerationPlan,
+    Limits,
+    causal_model,
+    measure_generation,
+)
+from torchcram.experiments.bench.generators import GENERATION_ENGINES, LLAMA_CPP
 from torchcram.experiments.bench.record import Bench, ModelRecord, Setting, Timing
 from torchcram.experiments.bench.timer import timings_of
 from torchcram.experiments.io.files import slug
@@ -37,11 +52,12 @@ class Plan:
     """The measurements of a benchmark.
 
     Attributes:
-        engines: Names of the engines.
+        engines: Names of the engines that run whole batches.
         batches: Batch sizes.
         threads: Numbers of threads, each combined with every batch size.
         rounds: Number of timed rounds; None for 25, or fewer where they take long.
         onnx_size: Whether the sizes of ONNX files are measured where models can be exported.
+        generation: Measurements of generation on the CPU; None for none.
     """
 
     engines: tuple[str, ...]
@@ -49,6 +65,7 @@ class Plan:
     threads: tuple[int, ...]
     rounds: int | None = None
     onnx_size: bool = True
+    generation: GenerationPlan | None = None
 
     def __post_init__(self) -> None:
         for key in ("batches", "threads"):
@@ -57,6 +74,54 @@ class Plan:
                 raise ValueError(f"{key} {list(values)}: allowed are positive numbers, each once")
         if self.rounds is not None and self.rounds < 1:
             raise ValueError(f"rounds {self.rounds}: allowed is a positive number")
+        if not self.engines and self.generation is None:
+            raise ValueError("nothing to measure: no engine, and no generation")
+
+
+class ChosenEngines(NamedTuple):
+    """Names of the engines that run whole batches, and of those that generate, if any do."""
+
+    forward: tuple[str, ...]
+    generation: tuple[str, ...] | None
+
+
+def choose_engines(
+    names: Sequence[str] | None,
+    device: torch.device,
+    *,
+    forward: bool = True,
+    generation: bool = False,
+    gguf: bool = False,
+) -> ChosenEngines:
+    """Returns the engines of a benchmark.
+
+    Args:
+        names: Names of engines, each of which may run whole batches, generate, or do both; None
+            for those that are used by default.
+        device: Device of the engines.
+        forward: Whether whole batches are run.
+        generation: Whether the models generate text, which is measured on a CPU alone.
+        gguf: Whether there is a file for llama.cpp, which generates with nothing else.
+
+    Raises:
+        ValueError: If a name is unknown or appears twice, or nothing is left to measure.
+    """
+    on_cpu = device.type == "cpu"
+    generation = generation and on_cpu
+    running: tuple[str, ...] = ()
+    if forward:
+        running = CPU_ENGINES if on_cpu else GPU_ENGINES
+    generating = GENERATION_ENGINES if generation else ()
+    if names is None:
+        running = DEFAULT if on_cpu and forward else running
+    else:
+        check_engines(names, tuple(dict.fromkeys((*running, *generating))))
+        running = tuple(name for name in names if name in running)
+        generating = tuple(name for name in names if name in generating)
+        if LLAMA_CPP in names and not gguf:
+            raise ValueError(f"engine {LLAMA_CPP!r} needs a GGUF file")
+    generating = tuple(name for name in generating if name != LLAMA_CPP)
+    return ChosenEngines(running, generating if generation and (generating or gguf) else None)
 
 
 def run_bench(
@@ -83,18 +148,26 @@ def run_bench(
         report: Function that is called with a line of text before slow work.
 
     Raises:
-        ValueError: If a batch is larger than the test split.
+        ValueError: If a batch is larger than the test split, or a text to generate is longer than
+            the model takes.
     """
     files = Files(folder)
     gpu = device.type == "cuda"
     engines = gpu_engines(plan.engines, device) if gpu else cpu_engines(plan.engines, files.onnx)
-    examples = {size: example_batch(recipe, data, size) for size in plan.batches}
+    batches = plan.batches if plan.engines else ()
+    examples = {size: example_batch(recipe, data, size) for size in batches}
     settings = [
         Setting(size, threads, tuple(examples[size].shape))
         for threads in plan.threads
-        for size in plan.batches
+        for size in batches
     ]
-    candidates = list(candidates)
+    task, candidates = recipe.build_task(), iter(candidates)
+    dense = next(candidates)  # the others are compressed only if it takes the prompt
+    if plan.generation is not None:
+        lengths = plan.generation.lengths(causal_model(dense).positions)
+        task.prompt(data, lengths.prompt)
+    candidates = [dense, *candidates]
+    limits = Limits(plan.rounds or ROUNDS, None if plan.rounds else SECONDS)
     timings: list[Timing] = []
     for index, setting in enumerate(settings):
         report(f"{setting}: {len(candidates)} models with {len(engines)} engines, side by side")
@@ -104,24 +177,37 @@ def run_bench(
             examples[setting.batch],
             threads=setting.threads,
             setting=index,
-            rounds=plan.rounds or ROUNDS,
-            seconds=None if plan.rounds else SECONDS,
+            rounds=limits.rounds,
+            seconds=limits.seconds,
         )
+    generation = None
+    if plan.generation is not None:
+        generation = measure_generation(
+            candidates,
+            task,
+            data,
+            plan=plan.generation,
+            threads=plan.threads,
+            limits=limits,
+            report=report,
+        )
+    sized = plan.onnx_size and bool(batches)
     return Bench(
         recipe=recipe.name,
         title=recipe.title,
         data=data.name,
         metric=recipe.metric,
-        unit=recipe.build_task().unit,
+        unit=task.unit,
         device=device.type,
         machine=machine_name(device),
         versions=_versions(),
         settings=tuple(settings),
         subjects=tuple(
-            _model_record(candidate, files, examples[plan.batches[0]] if plan.onnx_size else None)
+            _model_record(candidate, files, examples[batches[0]] if sized else None)
             for candidate in candidates
         ),
         timings=tuple(timings),
+        generation=generation,
     )
 
 
@@ -142,8 +228,9 @@ def _model_record(candidate: Candidate, files: Files, example: Tensor | None) ->
 
 def _versions() -> dict[str, str]:
     packages = versions()
-    with suppress(importlib.metadata.PackageNotFoundError):
-        packages["onnxruntime"] = importlib.metadata.version("onnxruntime")
+    for name in ("onnxruntime", "llama-cpp-python"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return packages
 
 

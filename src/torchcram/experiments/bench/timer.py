@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torchcram.experiments.bench.candidates import Candidate
 
 Key = TypeVar("Key", bound=Hashable)
+Sample = TypeVar("Sample")
 
 WARM_UP = 2  # rounds that do not count
 LEAST = 5  # rounds, however long they take
@@ -52,21 +54,46 @@ def measure(
     Raises:
         ValueError: If `rounds` is not positive.
     """
+    samplers = {key: partial(_sample, call, clock) for key, call in work.items()}
+    samples = take_turns(samplers, rounds=rounds, seconds=seconds, clock=clock)
+    return {key: summary(times) for key, times in samples.items()}
+
+
+def take_turns(
+    samplers: Mapping[Key, Callable[[], Sample]],
+    *,
+    rounds: int,
+    warm_up: int = WARM_UP,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[Sample]]:
+    """Calls functions in turns and returns what each returned, a value for every round.
+
+    Args:
+        samplers: Functions that measure something.
+        rounds: Largest number of rounds that count.
+        warm_up: Number of rounds before them.
+        seconds: Time after which no further round begins, except the first few.
+        clock: Function that returns the time in seconds.
+
+    Raises:
+        ValueError: If `rounds` is not positive.
+    """
     if rounds < 1:
         raise ValueError(f"rounds={rounds!r} is not a positive number")
-    keys = list(work)
-    samples: dict[Key, list[float]] = {key: [] for key in keys}
+    keys = list(samplers)
+    samples: dict[Key, list[Sample]] = {key: [] for key in keys}
     begin = clock()
-    for turn in range(WARM_UP + rounds):
+    for turn in range(warm_up + rounds):
         late = seconds is not None and clock() - begin > seconds
-        if late and turn >= WARM_UP + LEAST:
+        if late and turn >= warm_up + LEAST:
             break
         first = turn % max(1, len(keys))
         for key in (*keys[first:], *keys[:first]):
-            taken = _sample(work[key], clock)
-            if turn >= WARM_UP:
-                samples[key].append(taken)
-    return {key: summary(times) for key, times in samples.items()}
+            sample = samplers[key]()
+            if turn >= warm_up:
+                samples[key].append(sample)
+    return samples
 
 
 def _sample(call: Work, clock: Callable[[], float]) -> float:
@@ -150,16 +177,25 @@ def _attempt(
     try:
         prepared = engine.prepare(candidate, example, threads)
         error = difference(expected, prepared.run())
-    except UnableError as problem:
-        return _Attempt(None, None, str(problem))
     except Exception as problem:  # noqa: BLE001  the other engines go on, whatever it is
-        line = (str(problem).strip().splitlines() or [""])[0]
-        return _Attempt(None, None, f"{type(problem).__name__}: {line}"[:SHOWN])
-    note = prepared.note
-    if error > NOTICEABLE:
-        off = f"outputs off by {100 * error:.2g} % of the largest"
-        note = f"{note}; {off}" if note else off
-    return _Attempt(prepared, error, note)
+        return _Attempt(None, None, failure(problem))
+    return _Attempt(prepared, error, with_error(prepared.note, error))
+
+
+def failure(problem: Exception) -> str:
+    """Returns why an engine cannot run a model, in one line."""
+    if isinstance(problem, UnableError):
+        return str(problem)
+    line = (str(problem).strip().splitlines() or [""])[0]
+    return f"{type(problem).__name__}: {line}"[:SHOWN]
+
+
+def with_error(note: str, error: float) -> str:
+    """Returns a note that also tells the error of the outputs where it is noticeable."""
+    if error <= NOTICEABLE:
+        return note
+    off = f"outputs off by {100 * error:.2g} % of the largest"
+    return f"{note}; {off}" if note else off
 
 
 def difference(expected: Tensor, outputs: object) -> float:

@@ -34,6 +34,12 @@ class CausalModel(nn.Module):
         return self.model.config
 
     @property
+    def positions(self) -> int | None:
+        """Largest number of tokens of a text; None where there is no limit."""
+        limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        return None if limit is None or limit < 0 else limit
+
+    @property
     def vocabulary(self) -> int:
         """Number of tokens that have an embedding."""
         inner: Any = self.model

@@ -109,6 +109,7 @@ class Task(ABC):
         unit: Plural of what a batch holds: "images".
         has_batchnorm: Whether batch-norm statistics are estimated anew after compression.
         is_transformers: Whether models are those of Transformers.
+        can_generate: Whether models are `CausalModel`s, which generate text.
         class_dim: Dimension of the outputs that the scores of one prediction are along.
         compressed_by_default: Regular expression for the names of the weights that are compressed
             where a recipe does not say `only`; None for all that can be.
@@ -121,6 +122,7 @@ class Task(ABC):
     unit: ClassVar[str] = "samples"
     has_batchnorm: ClassVar[bool] = False
     is_transformers: ClassVar[bool] = False
+    can_generate: ClassVar[bool] = False
     class_dim: ClassVar[int] = 1
     compressed_by_default: ClassVar[str | None] = None
 
@@ -201,6 +203,22 @@ class Task(ABC):
         Raises:
             ValueError: If the test split has fewer.
         """
+
+    def prompt(self, data: Any, tokens: int) -> Tensor:  # noqa: ANN401, ARG002
+        """Returns the first tokens of the test split as a prompt, (1, tokens), on the CPU.
+
+        Raises:
+            ValueError: If the test split has fewer, or models do not generate (`can_generate`).
+        """
+        raise ValueError(f"models for {self.unit} do not generate text")
+
+    def shorten_test(self, data: Any, tokens: int) -> tuple[Any, int]:  # noqa: ANN401, ARG002
+        """Returns the dataset with the first tokens of its test split alone, and their number.
+
+        Raises:
+            ValueError: If models do not generate (`can_generate`).
+        """
+        raise ValueError(f"models for {self.unit} do not generate text")
 
     def build_model(self, *, classes: int, pretrained: bool) -> nn.Module:
         """Returns the model with initial or with pretrained weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -72,6 +72,7 @@ class LanguageModelling(TokenizedTask):
     """Prediction of the next token of running text, scored by perplexity; less is better."""
 
     unit: ClassVar[str] = "blocks"
+    can_generate: ClassVar[bool] = True
     class_dim: ClassVar[int] = -1
     # blocks of a model are numbered; embeddings and the head are not
     compressed_by_default: ClassVar[str | None] = r"\.\d+\."
@@ -219,6 +220,20 @@ class LanguageModelling(TokenizedTask):
                 break
         return torch.stack(rows[:size])
 
+    def prompt(self, data: TokenSet, tokens: int) -> Tensor:
+        """Returns the first tokens of the test text as a prompt, (1, tokens), on the CPU."""
+        text = data.test.tokens
+        if not 1 <= tokens <= len(text):
+            raise ValueError(
+                f"a prompt of {tokens} tokens: {data.name!r} has 1 to {len(text)} test tokens"
+            )
+        return text[:tokens].long().unsqueeze(0).cpu()
+
+    def shorten_test(self, data: TokenSet, tokens: int) -> tuple[TokenSet, int]:
+        """Returns the dataset with the first tokens of its test text alone, and their number."""
+        kept = data.test.tokens[:tokens]
+        return replace(data, test=replace(data.test, tokens=kept), also={}), len(kept)
+
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""
         return [{1: torch.export.Dim("tokens", max=self.config.length)}]
@@ -292,8 +307,8 @@ def check_causal_model(model: nn.Module, name: str, data: TokenSet, device: torc
                     f"model {name!r} does not fit its tokenizer: {what} has the token {highest}, "
                     f"and the model has embeddings for {known}"
                 )
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and 0 <= positions < data.train.length:
+        positions = model.positions
+        if positions is not None and positions < data.train.length:
             raise ValueError(
                 f"model {name!r} does not take blocks of {data.train.length} tokens: its "
                 f"max_position_embeddings is {positions}; set task.args.length"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.prepare import prepare, report, with_report
 from torchcram.runtime.cpu.replace_layers import Choice
+from torchcram.runtime.cpu.row_matrix import RoundedLinear
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -48,19 +49,50 @@ def prepare_generation(
         ValueError: If the model is of another kind; the message says what is missing.
         RuntimeError: If the kernels have not been built.
     """
-    kernels()  # raises if there are none, and says why
-    reason = _obstacle(model)
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} cannot generate in the kernels: {reason}")
+    return with_single_tokens(prepare_prompts(model, prompt), model, dtype)
+
+
+def prepare_prompts(
+    model: nn.Module, prompt: Tensor | None, *, share_weights: bool = False
+) -> nn.Module:
+    """Returns a copy of a causal language model whose prompts run in the kernels if one is given.
+
+    Args:
+        model: Model that `prepare_generation` takes; it stays unchanged.
+        prompt: Example of a prompt, as `prepare_generation` takes it; None for none.
+        share_weights: Whether the copy has the dense weights of `model` itself, which saves memory;
+            they must not change afterwards.
+
+    Raises:
+        ValueError: If the model is of another kind; the message says what is missing.
+        RuntimeError: If the kernels have not been built.
+    """
+    _require_supported(model)
+    fast = _frozen_copy(model, share_weights=share_weights)
+    if prompt is None:
+        return fast  # type: ignore[no-any-return]
+    choices = _prepare_prompts_(fast, prompt)
+    if share_weights:
+        _share_weights_(fast, model)
+    return with_report(fast, choices)
+
+
+def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a model whose single tokens run in the kernels; its prompts run as in `prepared`.
+
+    Args:
+        prepared: Model that `prepare_prompts` returned. It stays unchanged and may be given again,
+            for another type.
+        model: Model that it was prepared from.
+        dtype: Type that weights are kept in for single tokens, as `prepare_generation` takes it.
+    """
     from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
 
-    source: Any = model
-    fast, choices = copy.deepcopy(source).eval().requires_grad_(False), None
-    if prompt is not None:
-        choices = _prepare_prompts_(fast, prompt)
-    fast.model = GeneratingDecoder(fast.model, source.model, dtype)
-    fast.lm_head = FewTokens(fast.lm_head, dtype)
-    return fast if choices is None else with_report(fast, choices)
+    fast, source = copy.copy(prepared), cast("Any", model)
+    fast._modules = dict(prepared._modules)
+    fast.model = GeneratingDecoder(prepared.model, source.model, dtype)
+    fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
+    return fast
 
 
 def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN401
@@ -76,6 +108,63 @@ def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN4
     fast.embed_tokens = model.model.embed_tokens  # the head may have the same weight
     model.model = fast
     return [replace(choice, name=f"model.{choice.name}") for choice in report(fast)]
+
+
+def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a model that computes prompts as `prepare_generation` computes single tokens.
+
+    Weights and activations are rounded as the kernels of this machine round them, in torch. The
+    model is as slow as the given one, and is for measuring what the rounding costs: perplexity is
+    measured on whole windows of text, which a prepared model runs with the weights as they are.
+
+    Args:
+        model: Model that `prepare_generation` takes; it stays unchanged, and its other weights are
+            shared.
+        dtype: Type that `prepare_generation` keeps weights in.
+
+    Raises:
+        ValueError: If the model is of another kind; the message says what is missing.
+        RuntimeError: If the kernels have not been built.
+    """
+    _require_supported(model)
+    rounded = _frozen_copy(model, share_weights=True)
+    owners: list[tuple[Any, tuple[str, ...]]] = [(rounded, ("lm_head",))]
+    for layer in rounded.model.layers:
+        owners += [(layer.self_attn, _ATTENTION), (layer.mlp, _FEED_FORWARD)]
+    for owner, names in owners:
+        for name in names:
+            layer = getattr(owner, name)
+            setattr(owner, name, RoundedLinear(layer.weight, layer.bias, dtype))
+    return rounded  # type: ignore[no-any-return]
+
+
+def _require_supported(model: nn.Module) -> None:
+    """Raises an error if there are no kernels, or none for the model, that says why."""
+    kernels()
+    reason = _obstacle(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} cannot generate in the kernels: {reason}")
+
+
+def _frozen_copy(model: nn.Module, *, share_weights: bool) -> Any:  # noqa: ANN401
+    """Returns a copy in eval mode without gradients, with the same memory for weights or not."""
+    memo = {}
+    if share_weights:
+        memo = {
+            id(weight): nn.Parameter(weight.detach(), requires_grad=False)
+            for weight in model.parameters()
+        }
+    return copy.deepcopy(model, memo).eval().requires_grad_(False)
+
+
+def _share_weights_(fast: nn.Module, model: nn.Module) -> None:
+    """Replaces the weights that two models have under the same names by those of the second."""
+    shared = dict(model.named_parameters())
+    for path, module in fast.named_modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            other = shared.get(f"{path}.{name}".lstrip("."))
+            if other is not None and torch.equal(other, weight):
+                module.register_parameter(name, nn.Parameter(other.detach(), requires_grad=False))
 
 
 def _obstacle(model: Any) -> str | None:  # noqa: ANN401

@@ -16,6 +16,7 @@ from torchcram.kernels.cpu.library import has_int8
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d, SparseLinear, SparseLinearInt8
 from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
+from torchcram.runtime.cpu.reordered import ReorderedLinear, can_reorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,7 +214,9 @@ def choose_by_timing(
     int8: bool = False,
     innermost: bool = False,
 ) -> tuple[Choice, nn.Module | None]:
-    """Times a layer with an input like its own; returns the choice, and the sparse layer if faster.
+    """Times a layer with an input like its own; returns the choice, and the new layer if faster.
+
+    A Linear layer that does not become sparse may have its weight in the layout of oneDNN.
 
     Args:
         name: Name of the layer.
@@ -225,41 +228,57 @@ def choose_by_timing(
             panels of images, so that none of them transposes.
     """
     kind, sparsity = type(layer).__name__, sparsity_of(layer)
-    if sparsity < _LEAST and not int8:
+    few = sparsity < _LEAST and not int8
+    if few and not _can_reorder(layer):
         return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
     alike = f"{layer} {received.shape} {received.stride} {sparsity:.2f}"
     if alike not in timings:
-        timings[alike] = _measure(layer, received, int8=int8, innermost=innermost)
+        timings[alike] = _measure(layer, received, sparse=not few, int8=int8, innermost=innermost)
     times = dict(timings[alike])
-    dense_ms = times.pop("dense")
+    dense_ms, reordered_ms = times.pop("dense"), times.pop("reordered", float("inf"))
+    if _MARGIN * reordered_ms < dense_ms:
+        dense, least = ReorderedLinear(layer), reordered_ms  # type: ignore[arg-type]
+        note = f"oneDNN, which rearranges the weight once, is {dense_ms / least:.2f} times as fast"
+    else:
+        dense, least, note = None, dense_ms, ""
+    if few:
+        reason = f"fewer than {_LEAST:.0%} zeros" + (note and f"; {note}")
+        return Choice(name, kind, sparsity, False, reason, dense_ms), dense
     best = min(times, key=times.__getitem__)
     if times.get("int8", float("inf")) < 1.1 * times[best]:
         best = "int8"  # two neighbouring layers in 8 bits can be fused
-    pays = _MARGIN * times[best] < dense_ms
+    pays = _MARGIN * times[best] < least
     reason = (
-        f"the sparse kernel alone is {dense_ms / times[best]:.2f} times as fast as dense on "
-        f"{received} ({times[best]:.3g} ms, dense {dense_ms:.3g} ms)"
+        f"the sparse kernel alone is {least / times[best]:.2f} times as fast as dense on "
+        f"{received} ({times[best]:.3g} ms, dense {least:.3g} ms)"
     )
-    reason += "" if pays else f", less than the {_MARGIN} times that count as faster"
-    choice = Choice(name, kind, sparsity, pays, reason, dense_ms, times[best])
+    if not pays:
+        reason += f", less than the {_MARGIN} times that count as faster"
+        reason += note and f"; {note}"
+        return Choice(name, kind, sparsity, False, reason, least, times[best]), dense
     new = sparse_version(layer, by_images=best == "by_images", int8=best == "int8")
-    return choice, new if pays else None
+    return Choice(name, kind, sparsity, True, reason, least, times[best]), new
+
+
+def _can_reorder(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and can_reorder()
 
 
 def _measure(
-    layer: nn.Module, received: LayerInput, *, int8: bool = False, innermost: bool = False
+    layer: nn.Module, received: LayerInput, *, sparse: bool, int8: bool, innermost: bool
 ) -> dict[str, float]:
     x = received.sample()
-    work: dict[str, Callable[[], object]] = {
-        "dense": functools.partial(layer, x),
-        "sparse": functools.partial(sparse_version(layer), x),
-    }
-    if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
-        images = images_innermost(x) if innermost else x
-        with suppress(ValueError):  # the kernel is too large for panels of images
-            work["by_images"] = functools.partial(sparse_version(layer, by_images=True), images)
-    if isinstance(layer, nn.Linear) and int8:
-        work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
+    work: dict[str, Callable[[], object]] = {"dense": functools.partial(layer, x)}
+    if isinstance(layer, nn.Linear) and can_reorder():
+        work["reordered"] = functools.partial(ReorderedLinear(layer), x)
+    if sparse:
+        work["sparse"] = functools.partial(sparse_version(layer), x)
+        if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
+            images = images_innermost(x) if innermost else x
+            with suppress(ValueError):  # the kernel is too large for panels of images
+                work["by_images"] = functools.partial(sparse_version(layer, by_images=True), images)
+        if isinstance(layer, nn.Linear) and int8:
+            work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
     with torch.no_grad():
         return _time_in_turns(work)
 

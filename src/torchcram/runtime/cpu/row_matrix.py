@@ -65,11 +65,7 @@ class RowLinear(nn.Module):
             raise ValueError("a weight is NaN or infinite and cannot be packed")
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
-        scales = None
-        if dtype == torch.int8:
-            scales = weight.abs().amax(1) / 127
-            weight = weight / torch.where(scales == 0, 1, scales).unsqueeze(1)
-            weight = weight.round_()
+        weight, scales = _rounded(weight, dtype)
         rows = nn.functional.pad(weight, (0, -self.in_features % _BITS))
         kept = rows != 0
         masks = None
@@ -138,6 +134,65 @@ class RowLinear(nn.Module):
         """Returns the settings of the layer for its `repr`."""
         masked = "masked" if self.masks is not None else "dense"
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {masked}"
+
+
+class RoundedLinear(nn.Module):
+    """A Linear layer that computes what `RowLinear` does, in torch and for any number of tokens.
+
+    Args:
+        weight: Weight (outputs, inputs).
+        bias: Bias of the outputs, or None.
+        dtype: Type that `RowLinear` keeps the values in.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        values, scales = _rounded(weight.detach().to("cpu", torch.float32), dtype)
+        values = values.to(dtype).float()
+        self.weight = nn.Parameter(
+            values if scales is None else values * scales.unsqueeze(1), requires_grad=False
+        )
+        self.bias = None
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach().float().clone(), requires_grad=False)
+        self.rounds_inputs = dtype == torch.int8 and rounds_activations()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., inputs) to (..., outputs)."""
+        if self.rounds_inputs:
+            x = _rounded_activations(x)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def rounds_activations() -> bool:
+    """Returns whether products with values in 8 bits round activations on this machine.
+
+    Raises:
+        RuntimeError: If the kernels have not been built.
+    """
+    x = torch.zeros(1, _BITS)
+    x[0, :2] = torch.tensor([1.0, 1e-3])  # the second rounds to zero
+    second = torch.zeros(1, _BITS)
+    second[0, 1] = 1
+    return float(RowLinear(second, None, torch.int8)(x)) == 0
+
+
+def _rounded_activations(x: Tensor) -> Tensor:
+    """Returns activations in 8 bits, with a scale for every 64, as the kernels round them."""
+    inputs = x.shape[-1]
+    groups = nn.functional.pad(x, (0, -inputs % _BITS)).unflatten(-1, (-1, _BITS))
+    top = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(top == 0, 0, 127 / top)
+    rounded: Tensor = (groups * factor).round() * (top / 127)
+    return rounded.flatten(-2)[..., :inputs]
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns the values of a weight in float32, and the scales of its outputs for int8."""
+    if dtype != torch.int8:
+        return weight, None
+    scales = weight.abs().amax(1) / 127
+    return (weight / torch.where(scales == 0, 1, scales).unsqueeze(1)).round_(), scales
 
 
 def _packed_bits(kept: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Linear layers that stay dense, with the weight in the memory layout that oneDNN multiplies with.
+
+`torch.nn.Linear` keeps its weight row by row, and MKL or oneDNN rearranges it at every call. Here
+oneDNN, which is part of torch, rearranges it once.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchcram.runtime.cpu.ops import operators, register
+
+operators.define("reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+class _Reordered(NamedTuple):
+    """A weight that oneDNN has rearranged.
+
+    Attributes:
+        weight: Weak reference to the weight.
+        state: Address and version of the weight at that time.
+        layout: The same weight in the layout of oneDNN.
+    """
+
+    weight: weakref.ref[Tensor]
+    state: tuple[int, int]
+    layout: Tensor
+
+
+_reordered: dict[int, _Reordered] = {}
+
+
+def _layout_of(weight: Tensor, tokens: int) -> Tensor:
+    """Returns a weight in the layout of oneDNN, from an earlier call unless it has changed."""
+    key, state = id(weight), (weight.data_ptr(), weight._version)
+    known = _reordered.get(key)
+    if known is not None and known.state == state and known.weight() is weight:
+        return known.layout
+    with torch.no_grad():
+        layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens)
+    reference = weakref.ref(weight, lambda _: _reordered.pop(key, None))
+    _reordered[key] = _Reordered(reference, state, layout)
+    return layout
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether oneDNN can compute a product with a weight whose changes torch counts."""
+    if weight.is_inference() or x.dim() < 2 or x.numel() == 0:
+        return False
+    return x.dtype == weight.dtype == torch.float32 and x.shape[-1] == weight.shape[1]
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not _suits(x, weight):
+        return functional.linear(x, weight, bias)
+    tokens = x.reshape(-1, x.shape[-1])
+    layout = _layout_of(weight, len(tokens))
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(tokens, layout, bias, "none", [], "")
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def _shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+register("reordered_linear", _run, shape=_shape, dense=functional.linear)
+
+
+class ReorderedLinear(nn.Linear):
+    """A Linear layer whose weight oneDNN rearranges once, at the first call.
+
+    The parameters are those of the given layer, so that a state dict, shared weights and
+    derivatives stay as they are. The rearranged copy takes as much memory as the weight.
+
+    Args:
+        layer: Layer to compute.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as in torch
+        """Maps (..., inputs) to (..., outputs)."""
+        y: Tensor = torch.ops.torchcram.reordered_linear(input, self.weight, self.bias)
+        return y
+
+
+@functools.cache
+def can_reorder() -> bool:
+    """Returns whether this build of torch has oneDNN and the operators used here."""
+    try:
+        layer, x = nn.Linear(16, 16), torch.ones(2, 16)
+        with torch.inference_mode(False), torch.no_grad():
+            return bool(torch.allclose(ReorderedLinear(layer)(x), layer(x), atol=1e-5))
+    except (AttributeError, RuntimeError):
+        return False

@@ -1,0 +1,130 @@
+"""Linear layers that stay dense, with their weight in the layout of oneDNN."""
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchcram import runtime
+from torchcram.runtime.cpu import replace_layers
+from torchcram.runtime.cpu.reordered import ReorderedLinear, _reordered, can_reorder
+
+pytestmark = [
+    pytest.mark.skipif(not can_reorder(), reason="this torch has no oneDNN"),
+    pytest.mark.skipif(not runtime.available(), reason="the kernels are not built"),
+]
+
+
+@pytest.fixture
+def _onednn_wins(monkeypatch):
+    monkeypatch.setattr(
+        replace_layers,
+        "_time_in_turns",
+        lambda work: {key: 1.0 if key in ("reordered", "sparse") else 2.0 for key in work},
+    )
+
+
+@given(
+    inputs=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    tokens=st.lists(st.integers(0, 5), max_size=3),
+    bias=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_the_outputs_are_those_of_a_linear_layer(inputs, outputs, tokens, bias, seed):
+    torch.manual_seed(seed)
+    layer, x = nn.Linear(inputs, outputs, bias=bias), torch.randn(*tokens, inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(ReorderedLinear(layer)(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_changes_of_the_weight_are_noticed():
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
+    fast = ReorderedLinear(layer)
+    fast(x)
+    layer.weight.mul_(2)
+    torch.testing.assert_close(fast(x), layer(x))
+    fast.weight = nn.Parameter(torch.ones(8, 8))
+    torch.testing.assert_close(fast(x), x.sum(1, keepdim=True) + layer.bias)
+
+
+def test_rearranged_weights_are_given_up_with_their_layer():
+    before = len(_reordered)
+    layer = ReorderedLinear(nn.Linear(8, 8))
+    with torch.no_grad():
+        layer(torch.randn(3, 8))
+    assert len(_reordered) == before + 1
+    del layer
+    assert len(_reordered) == before
+
+
+def test_derivatives_are_those_of_a_linear_layer():
+    layer, x = nn.Linear(8, 5), torch.randn(3, 8, requires_grad=True)
+    fast = ReorderedLinear(layer)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (actual,) = torch.autograd.grad(fast(x).square().sum(), x)
+    torch.testing.assert_close(actual, expected)
+    jacobians = torch.func.vmap(torch.func.jacrev(fast))(torch.randn(4, 8))
+    torch.testing.assert_close(jacobians, layer.weight.expand(4, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("x", "error"), [(torch.ones(2, 3), RuntimeError), (torch.ones(2, 8).double(), RuntimeError)]
+)
+def test_inputs_that_do_not_fit_are_refused_as_by_a_linear_layer(x, error):
+    with pytest.raises(error):
+        ReorderedLinear(nn.Linear(8, 4))(x)
+
+
+def test_inference_mode():
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    with torch.inference_mode():
+        made_here = nn.Linear(8, 4)
+        torch.testing.assert_close(ReorderedLinear(made_here)(x), made_here(x))
+        torch.testing.assert_close(ReorderedLinear(layer)(x), layer(x))
+
+
+@pytest.mark.usefixtures("_onednn_wins")
+def test_prepare_uses_it_for_dense_layers_where_it_is_faster():
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(5, 16)
+    fast = runtime.prepare(model, x, fuse=False)
+    assert [type(layer) for layer in fast[::2]] == [ReorderedLinear] * 2
+    choice = runtime.report(fast)[0]
+    assert not choice.sparse
+    assert "zeros; oneDNN, which rearranges the weight once, is 2.00 times as fast" in str(choice)
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    buffer = io.BytesIO()
+    torch.save(fast, buffer)
+    buffer.seek(0)
+    others = (
+        fast,
+        copy.deepcopy(fast),
+        torch.load(buffer, weights_only=False),
+        torch.compile(fast, backend="aot_eager"),
+    )
+    with torch.no_grad():
+        for other in others:
+            torch.testing.assert_close(other(x), model(x))
+
+
+@pytest.mark.usefixtures("_onednn_wins")
+def test_sparse_kernels_have_to_be_faster_than_that():
+    layer = nn.Linear(64, 64)
+    with torch.no_grad():
+        layer.weight[torch.rand(64, 64) < 0.8] = 0
+    fast = runtime.prepare(nn.Sequential(layer), torch.randn(5, 64), fuse=False)
+    assert type(fast[0]) is ReorderedLinear
+    assert "less than the 1.05 times that count as faster; oneDNN" in str(runtime.report(fast)[0])
+
+
+@pytest.mark.usefixtures("_onednn_wins")
+def test_shared_weights_stay_shared():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    fast = runtime.prepare(model, torch.randn(3, 8), fuse=False)
+    assert fast[0].weight is fast[1].weight
