@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Mapping, MutableMapping
 from fractions import Fraction
@@ -60,6 +61,27 @@ def split_unless_short(batch: Batch, dense: float, compressed: float) -> tuple[B
     except ValueError:
         first = second = slice(0, count)
     return _rows(batch, first, count), _rows(batch, second, count)
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Divides a batch into micro-batches, whose sizes differ by one sample at most.
+
+    Args:
+        batch: Batch as `split_batch` takes it.
+        count: Number of micro-batches; a batch with fewer samples is divided into single ones.
+
+    Raises:
+        ValueError: If the count is below 1, or if the batch has no tensors or tensors of different
+            lengths.
+    """
+    if count < 1:
+        raise ValueError(f"the number of micro-batches must be at least 1, got {count!r}")
+    if count == 1:
+        return [batch]
+    samples = _count_samples(batch)
+    count = max(1, min(count, samples))
+    bounds = [samples * number // count for number in range(count + 1)]
+    return [_rows(batch, slice(*pair), samples) for pair in itertools.pairwise(bounds)]
 
 
 def split_rows(count: int, dense: float, compressed: float) -> tuple[slice, slice]:

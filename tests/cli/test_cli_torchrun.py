@@ -114,6 +114,19 @@ def torchrun(*arguments, processes=2):
     )
 
 
+@pytest.mark.slow
+def test_parameters_are_sharded_by_an_option():
+    launcher = torchrun("-m", "torchcram", *LINE, "--epochs", 2, "--sharded")
+    told, problems = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, problems
+    assert "run: run" in told
+    succeed(*LINE[:-1], "alone", "--epochs", 2)
+    ours, theirs = (read_log(Path(folder)) for folder in ("run", "alone"))
+    assert ours[-1].processes == 2
+    # the statistics of batch norm are those of each half of a batch
+    assert ours[-1].loss == pytest.approx(theirs[-1].loss, rel=0.1)
+
+
 def wait_until_held(launcher):
     """Waits until rank 1 rests in the middle of the third epoch."""
     late = time.monotonic() + 200

@@ -45,6 +45,7 @@ def test_without_a_command_there_is_the_help():
         (["train", SGD, "--jobs", 2], "--jobs needs --parallel"),
         (["train", SGD, "--eager", "--compile"], "--eager and --compile exclude each other"),
         (["train", SGD, "--epochs", 1, "--set", "train.epochs=2"], "exclude each other"),
+        (["train", SGD, "--sharded"], "--sharded needs several processes, which torchrun starts"),
         (["train", SGD, "--set", "train.epochs"], "allowed is KEY=VALUE"),
         (["train", SGD, SGD], "is given twice"),
         (["compress", "RUN", "--to", "top:0.5"], "cannot read 'top:0.5'"),

@@ -48,6 +48,8 @@ GIVEN = {
     "sgd": recipe(method="sgd"),
     "cram": recipe(),
     "batches that cannot be halved": recipe("train.batch_size=63"),
+    "adapters": recipe("lora={rank: 2}", "train.accumulation=2"),
+    "micro-batches": recipe("train.batch_size=63", "train.accumulation=4"),
     "average": recipe("train.ema=0.8"),
     "c-sam": recipe("cram.rule=C-SAM", "optimizer.name=adamw", "optimizer.lr=0.002"),
 }
@@ -61,11 +63,12 @@ def plain(classes):
 
 
 class Random(nn.Module):
-    """The same with dropout."""
+    """The same with dropout, and a hook that cannot be sent to another process."""
 
     def __init__(self, classes):
         super().__init__()
         self.net = nn.Sequential(nn.Dropout(0.3), *plain(classes))
+        self.net.register_forward_hook(lambda *_: None)
 
     def forward(self, x):
         return self.net(x)

@@ -20,10 +20,12 @@ class Called:
         pass
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("method", ["sgd", "cram-plus-multi"])
-def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method):
+def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method, accumulation):
     monkeypatch.setattr(fast, "StepGraphs", Called)
-    given, data = recipe(method=method), digits(train=128, test=10)
+    given = recipe(f"train.accumulation={accumulation}", method=method)
+    data = digits(train=128, test=10)
     found = []
     for kind in (EagerStep, fast.GraphStep):
         model = build_initial_model(given, classes=10, seed=0).train()

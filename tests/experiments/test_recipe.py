@@ -572,7 +572,7 @@ def test_targets_that_are_no_operators_are_refused(write, targets, message):
         load_recipe(f"{path}:a-k90")
 
 
-KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text, task, method"
+KEYS = "title, data, model, train, optimizer, schedule, compress, cram, text, task, method, lora"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from runs import Stop, digits, recipe, run, stop_after
 from torchcram.experiments.data.images import ImageDataset, Images
 from torchcram.experiments.evaluation.compressed_models import one_shot, score_on_test
 from torchcram.experiments.recipe import load_recipe
+from torchcram.experiments.recipe.adapters import add_adapters_, merged_model
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training.cuda_graph_steps import GraphStep, make_step
 from torchcram.experiments.training.log import read_log
@@ -125,10 +126,12 @@ def colours(count):
     return Images((levels[labels] + noise).clamp(0, 255).byte(), labels)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("method", ["adamw", "cram-plus-multi", "cram-plus-multi-1x"])
-def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method):
+def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method, accumulation):
     name = f"cifar10/vit/{method}"
-    given = load_recipe(name, ["train.precision=fp32", "train.batch_size=32"])
+    changes = ["train.precision=fp32", "train.batch_size=32", f"train.accumulation={accumulation}"]
+    given = load_recipe(name, changes)
     data = ImageDataset("cifar10", colours(256), colours(64), tuple("abcdefghij"))
     shares = (1.0, 1.0) if given.cram is None else given.cram.shares
     losses = []
@@ -143,6 +146,28 @@ def test_captured_steps_of_the_vision_transformer_are_the_eager_ones(method):
         step.start_epoch(0)
         for _ in range(len(batches)):
             step.run()
+        losses.append([loss for loss in step.losses() if loss is not None])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("method", ["sgd", "cram-plus-multi"])
+def test_captured_steps_of_adapters_are_the_eager_ones(method):
+    pytest.importorskip("peft", reason="peft is not installed")
+    given = recipe("train.precision=fp32", "lora={rank: 4}", "train.accumulation=2", method=method)
+    data, losses = digits(), []
+    for make in (EagerStep, make_step):
+        model = build_initial_model(given, classes=10, seed=0).to(CUDA).train()
+        add_adapters_(given, model, seed=0)
+        optimizer = build_optimizer(given, model, seed=0)
+        batches = build_batches(given, data, train=True, device=CUDA, seed=0)
+        step = make(model, optimizer, batches, given.train, CUDA)
+        assert isinstance(step, GraphStep) == (make is make_step)
+        for epoch in range(3):
+            with merged_model(model):  # as a test after every epoch does
+                pass
+            step.start_epoch(epoch)
+            for _ in range(len(batches)):
+                step.run()
         losses.append([loss for loss in step.losses() if loss is not None])
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 

@@ -4,7 +4,7 @@ import copy
 import gc
 import runpy
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,7 @@ from torchcram.integrations.peft import (
     hold_lora_masks,
     merge_sparse,
     merge_sparse_,
+    merged_model,
     merged_weights,
 )
 
@@ -397,6 +398,25 @@ def test_a_plain_pass_is_at_w():
     with optimizer.compressed() as needed:
         assert not needed
         assert torch.equal(model(batch[0]), dense)
+
+
+@pytest.mark.parametrize("net", [None, conv_net()], ids=["linear", "conv"])
+def test_a_model_is_merged_for_a_block_and_comes_back(net):
+    targets = ("0", "2") if net is None else ("0", "3", "5")
+    model = adapted(copy.deepcopy(net), targets=targets).eval()
+    x = torch.randn(5, 8) if net is None else torch.randn(5, 4, 6, 6)
+    before, expected = snapshot(model), model(x)
+    merged = copy.deepcopy(model).merge_and_unload()
+    with suppress(KeyError), merged_model(model) as inside:  # also after an exception
+        assert not any("lora" in name for name, _ in inside.named_parameters())
+        plain = {name.removeprefix("base_model.model."): v for name, v in inside.named_parameters()}
+        assert same(plain, dict(merged.named_parameters()))
+        torch.testing.assert_close(inside(x), expected)
+        raise KeyError
+    assert same(snapshot(model), before)
+    assert torch.equal(model(x), expected)
+    with pytest.raises(ValueError, match="has no adapters"), merged_model(merged):
+        pass
 
 
 def test_ranges_and_plain_steps():

@@ -24,6 +24,7 @@ EXTRAS = {  # extra of torchcram for each package that may be missing
     "torchvision": "vision",
     "transformers": "text",
     "tokenizers": "text",
+    "peft": "lora",
     "PIL": "vision",
     "onnx": "export",
     "onnxscript": "export",

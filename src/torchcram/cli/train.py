@@ -67,6 +67,12 @@ def train(
     eager: Eager = False,
     compiled: Compile = False,
     eval_interval: EvalInterval = 1,
+    sharded: Annotated[
+        bool,
+        typer.Option(
+            "--sharded", help="Under torchrun, shard the parameters over the processes (FSDP2)."
+        ),
+    ] = False,
     parallel: Parallel = False,
     jobs: Jobs = None,
     results: ResultsFolder = None,
@@ -98,6 +104,8 @@ def train(
             raise UsageError(
                 f"--compile works in one process, and torchrun has started {processes()}"
             )
+        if sharded and processes() == 1:
+            raise UsageError("--sharded needs several processes, which torchrun starts")
         options = TrainOptions(
             data=data,
             sets=tuple(sets or ()),
@@ -109,6 +117,7 @@ def train(
             eval_interval=eval_interval,
             results=results,
             download=download,
+            sharded=sharded,
         )
         if parallel:
             train_in_parallel(plan(recipes, seed or [0], out, options), options, jobs)

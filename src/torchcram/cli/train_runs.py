@@ -63,6 +63,7 @@ class TrainOptions:
     eval_interval: int
     results: Path | None
     download: bool
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ def _work(trainings: Sequence[Training], options: TrainOptions) -> dict[str, Any
         },
         "--from": None if options.start is None else str(options.start),
         "--eager": options.eager,
+        "--sharded": options.sharded,
         "--eval-interval": options.eval_interval,
         "versions": {name: versions().get(name) for name in ("torchcram", "torch")},
     }
@@ -191,6 +193,7 @@ def _train(
             make_step=step_maker(options.eager, options.compiled),
             progress=watch.training(training.name),
             ranks=ranks,
+            sharded=options.sharded,
         )
         pieces = watch.pieces("compressing", len(recipe.compress.to))
         result = load_or_measure(folder, trained, data, device=device, progress=pieces, ranks=ranks)

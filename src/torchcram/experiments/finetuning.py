@@ -455,6 +455,11 @@ def require_new_head(source: Recipe, recipe: Recipe) -> None:
             f"{recipe.name}: the section method chooses zeros of its own, and a transfer holds "
             "those that the model has; allowed: null"
         )
+    if recipe.lora is not None:
+        raise ValueError(
+            f"{recipe.name}: the section lora trains adapters, and a transfer trains a new head; "
+            "allowed: null"
+        )
 
 
 def check_operator(source: Trained, at: str) -> None:

@@ -10,9 +10,11 @@ from torch.optim import SGD, AdamW
 
 from torchcram import CrAM, compressible_weights
 from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.recipe.adapters import merged_model
 from torchcram.experiments.recipe.torch_names import make_optimizer
 from torchcram.experiments.seeds import global_seed
 from torchcram.optim.rules import RULES
+from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,7 +111,7 @@ def build_optimizer(
     if cram is None:
         return base
     rule = RULES[cram.rule]
-    return CrAM(
+    return _cram_class(recipe)(
         model,
         base,
         cram.operators,
@@ -119,20 +121,36 @@ def build_optimizer(
         normalize=cram.normalize,
         mask_interval=cram.mask_interval,
         base_step_probability=cram.base_step_probability,
-        weights=cram_weights(recipe, model) if rule.compresses else None,
+        weights=_named_in(model, cram_weights(recipe, model)) if rule.compresses else None,
         seed=seed,
     )
+
+
+def _cram_class(recipe: Recipe) -> type[CrAM]:
+    """Returns the wrapper that knows what is trained: weights, or adapters of them."""
+    if recipe.lora is None:
+        return CrAM
+    from torchcram.integrations.peft import LoraCrAM
+
+    return LoraCrAM
+
+
+def _named_in(model: nn.Module, weights: Weights) -> Weights:
+    """Returns weights by their names in `model`, which adapters may have changed."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(weight)]: weight for weight in weights.values()}
 
 
 def cram_weights(recipe: Recipe, model: nn.Module) -> Weights:
     """Returns the weights that are compressed in training; in plain training, all that can be."""
     section = recipe.cram or recipe.method
-    default = recipe.build_task().compressed_by_default
-    if section is None:
-        return compressible_weights(model, only=default)
-    return compressible_weights(
-        model, only=section.only or default, skip=section.skip, dense_ends=section.dense_ends
-    )
+    only = recipe.build_task().compressed_by_default
+    options: dict[str, Any] = {}
+    if section is not None:
+        only = section.only or only
+        options = {"skip": section.skip, "dense_ends": section.dense_ends}
+    with merged_model(model):  # weights have their own names there
+        return compressible_weights(model, only=only, **options)
 
 
 def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
@@ -148,6 +166,8 @@ def _base(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         raise ValueError(f"{type(model).__name__} has no parameters to train")
     fused = True if parameters[0].is_cuda else None  # None: torch chooses
     if config.name == "sgd":
+        if is_sharded(parameters[0]):
+            fused = None  # torch has no fused step of SGD for shards
         return SGD(
             parameters,
             lr=config.lr,

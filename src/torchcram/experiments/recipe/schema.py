@@ -101,6 +101,8 @@ class TrainConfig:
         label_smoothing: Label smoothing of the loss, from 0 to below 1.
         early_stopping: Early stopping; None trains for all epochs on the whole training split.
         distillation: Distillation; None trains on the labels alone.
+        accumulation: Number of micro-batches that every pass computes its samples in; their
+            gradients add up to that of the whole batch.
         ema: Decay of an exponential moving average of the weights, which then is the model of the
             run; None takes the weights themselves.
     """
@@ -111,11 +113,13 @@ class TrainConfig:
     label_smoothing: float = 0.0
     early_stopping: StopConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     distillation: DistillConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    accumulation: int = field(default=1, metadata=UNLESS_DEFAULT)
     ema: float | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
         require_one_of("precision", self.precision, PRECISIONS)
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "label_smoothing", smoothing, "from 0 to below 1")
@@ -260,6 +264,34 @@ class CramConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: adapters are trained in place of the weights, and merged into them after training.
+
+    Attributes:
+        rank: Rank of every adapter B A.
+        alpha: Scale of an adapter, which is multiplied by alpha / rank.
+        dropout: Dropout of the inputs of adapters.
+        targets: Regular expression for the names of the weights that get an adapter; null stands
+            for all that the task compresses by default.
+        also_train: Regular expression for the names of parameters that are trained as they are,
+            such as those of a new head; null for none.
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: str | None = None
+    also_train: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "rank", self.rank, "at least 1")
+        require(self.alpha >= 1, "alpha", self.alpha, "at least 1")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "from 0 to below 1")
+        for key in ("targets", "also_train"):
+            require_pattern(key, getattr(self, key))
+
+
+@dataclass(frozen=True)
 class CompressConfig:
     """One-shot compression of the trained model.
 
@@ -312,6 +344,7 @@ class Recipe:
         text: Tokenization, for tasks with texts.
         task: Task that is registered by its name; None derives the task from the other sections.
         method: Method to train with in place of CrAM; the model is then pruned after the training.
+        lora: Adapters to train in place of the weights; None trains the weights.
     """
 
     name: str
@@ -326,6 +359,7 @@ class Recipe:
     text: TextConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     task: TaskConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
     method: MethodConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
+    lora: LoraConfig | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         named = _NAME.fullmatch(self.name) is not None
@@ -336,7 +370,9 @@ class Recipe:
         require(warmup <= epochs, "schedule.warmup_epochs", warmup, allowed)
         self._check_schedule()
         self._check_shares()
+        self._check_accumulation()
         self._check_method()
+        self._check_lora()
         self._check_task()
 
     def _check_shares(self) -> None:
@@ -350,6 +386,19 @@ class Recipe:
             problem = f"is {self.cram.dense_share}, with {self.cram.compressed_share} at w~"
             raise BadValue("cram.dense_share", problem, allowed) from None
 
+    def _check_accumulation(self) -> None:
+        """Refuses more micro-batches than a pass has samples."""
+        count, least = self.train.accumulation, self.least_samples(self.train.batch_size)
+        allowed = f"at most {least}, the number of samples in the smallest pass over a batch"
+        require(count <= least, "train.accumulation", count, allowed)
+
+    def least_samples(self, batch_size: int) -> int:
+        """Returns the number of samples in the smallest pass over a batch of `batch_size`."""
+        if self.cram is None:
+            return batch_size
+        parts = split_rows(batch_size, *self.cram.shares)
+        return int(min(rows.stop - rows.start for rows in parts))  # len() takes no huge ranges
+
     def _check_method(self) -> None:
         """Refuses a method together with CrAM, early stopping or an average of the weights."""
         if self.method is None:
@@ -360,6 +409,22 @@ class Recipe:
         require(not stops, "train.early_stopping", "given", allowed)
         allowed = f"null, as {self.method.name} prunes the weights, but not their average"
         require(self.train.ema is None, "train.ema", self.train.ema, allowed)
+
+    def _check_lora(self) -> None:
+        """Refuses adapters where something else decides what is trained."""
+        if self.lora is None:
+            return
+        if self.method is not None:
+            allowed = f"null, as {self.method.name} trains the weights themselves"
+            require(False, "lora", "given", allowed)
+        freeze, also = self.model.freeze, self.lora.also_train
+        allowed = "null, as lora freezes all weights but those of lora.also_train"
+        require(freeze is None, "model.freeze", freeze, allowed)
+        ema = self.train.ema
+        allowed = "null, as the average of adapters is not that of the weights"
+        require(ema is None, "train.ema", ema, allowed)
+        allowed = "a regular expression for the head, which is not pretrained for the task"
+        require(self.text is None or also is not None, "lora.also_train", also, allowed)
 
     def _check_schedule(self) -> None:
         """Refuses a scheduler of torch that ends before the training or counts other epochs."""

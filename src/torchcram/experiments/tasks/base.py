@@ -229,6 +229,13 @@ class Task(ABC):
         """Returns the training loss: cross-entropy, with label smoothing."""
         return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
 
+    def count_targets(self, labels: Tensor) -> int | Tensor:
+        """Returns the number of targets that `loss` is the mean over; by default one per sample.
+
+        The losses of micro-batches are weighted by it. A tensor stays on the device of the labels.
+        """
+        return len(labels)
+
     def check_model(  # noqa: B027
         self,
         model: nn.Module,

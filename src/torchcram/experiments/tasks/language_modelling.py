@@ -164,6 +164,10 @@ class LanguageModelling(TokenizedTask):
             outputs.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, ignore_index=IGNORED
         )
 
+    def count_targets(self, labels: Tensor) -> Tensor:
+        """Returns the number of tokens that count."""
+        return (labels != IGNORED).sum()
+
     @torch.no_grad()
     def score(
         self,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from torchcram.experiments.io.dict_diff import explain_differences
 from torchcram.experiments.io.files import remove_leftovers, write_atomically
+from torchcram.experiments.recipe.adapters import has_recipe_adapters
+from torchcram.experiments.training.shards import shard_as
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +51,7 @@ def require_state(
         ValueError: If it is not; the message names the part that differs.
     """
     parts = _mapping(state, "state", ("model", "optimizer", "random"))
-    _require_tensors(parts["model"], model.state_dict())
+    _require_tensors(parts["model"], saved_tensors(model))
     if average is not None:
         averaged = _mapping(parts, "state", ("average",))["average"]
         _require_tensors(averaged, average.state_dict(), "average of the weights")
@@ -268,10 +270,26 @@ def state_of(
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
-    state = {"model": dict(model.state_dict()), "optimizer": optimizer_state, "random": random}
+    state = {"model": saved_tensors(model), "optimizer": optimizer_state, "random": random}
     if average is not None:
         state["average"] = dict(average.state_dict())
     return state
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of a model that a checkpoint has; with adapters, no frozen weights."""
+    tensors: dict[str, Tensor] = dict(model.state_dict())
+    for name in frozen_tensors(model):
+        tensors.pop(name, None)
+    return tensors
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the frozen weights of a model with adapters of a recipe; none of another model."""
+    if not has_recipe_adapters(model):
+        return {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if not parameter.requires_grad}
 
 
 def load_state_(
@@ -312,8 +330,20 @@ def load_state_(
 def _load_state_(
     model: nn.Module, optimizer: Optimizer, device: torch.device, *, state: dict[str, Any]
 ) -> None:
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict({**optimizer.state_dict(), **state["optimizer"]})
+    tensors = saved_tensors(model)
+    loaded = {name: shard_as(value, tensors[name]) for name, value in state["model"].items()}
+    # `require_state` has compared the names, and frozen weights are not among them
+    model.load_state_dict(loaded, strict=False)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        number: {
+            name: shard_as(value, parameters[number]) if isinstance(value, Tensor) else value
+            for name, value in entries.items()
+        }
+        for number, entries in state["optimizer"]["state"].items()
+    }
+    states = {**optimizer.state_dict(), **state["optimizer"], "state": moments}
+    optimizer.load_state_dict(states)
     _align_(optimizer)
     torch.set_rng_state(state["random"]["cpu"])
     if device.type == "cuda" and "cuda" in state["random"]:

@@ -15,6 +15,7 @@ from torchcram import CrAM
 from torchcram.experiments.training.steps import CLASSIFY, EagerStep, Objective, Step
 from torchcram.messages import warn_caller
 from torchcram.optim.graphs import StepGraphs, is_capturable
+from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,9 +101,10 @@ def make_step(
         compiled: Whether torch.compile fuses the passes before they are captured, which takes about
             a minute. Batches of several shapes are not compiled.
     """
-    alone = device.type == "cuda" and not isinstance(model, DistributedDataParallel)
+    several = isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters()))
     if (
-        alone
+        device.type == "cuda"
+        and not several
         and isinstance(batches, CapturableBatches)
         and can_be_captured(optimizer, has_one_shape=batches.has_one_shape)
     ):

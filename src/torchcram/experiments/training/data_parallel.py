@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchcram.experiments.seeds import mixed
+from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ def with_shared_statistics(model: nn.Module, device: torch.device, ranks: Ranks)
 def data_parallel(
     model: nn.Module, device: torch.device, ranks: Ranks, *, batch_size: int
 ) -> nn.Module:
-    """Wraps a model by DDP, so that backward leaves the gradient of the whole batch.
+    """Wraps a model by DDP unless it is sharded; backward leaves the gradient of the whole batch.
 
     Args:
         model: Model; all ranks get the weights of rank 0.
@@ -43,8 +44,8 @@ def data_parallel(
         ranks: Processes that train together.
         batch_size: Number of samples in the whole batch; shards may differ in size.
     """
-    if ranks.world_size == 1:
-        return model
+    if ranks.world_size == 1 or any(map(is_sharded, model.parameters())):
+        return model  # FSDP averages by itself
     kind = nn.parallel.DistributedDataParallel
     sync_buffers = "forward_sync_buffers"  # its name in later versions of torch
     if sync_buffers not in inspect.signature(kind).parameters:

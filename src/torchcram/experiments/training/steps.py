@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
 
-from torchcram.batches import split_batch
+from torchcram.batches import micro_batches, split_batch
 from torchcram.experiments.tasks import autocast
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ WHOLE_BATCH: Shares = (1.0, 1.0)
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 """Function that returns the loss, given outputs, labels and label smoothing."""
 
+CountTargets = Callable[[Tensor], "int | Tensor"]
+"""Function that returns the number of targets in labels, over which a loss is the mean."""
+
 
 def cross_entropy(scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """Returns the cross-entropy of class scores, (n, classes)."""
@@ -42,12 +47,14 @@ class Objective:
         class_dim: Dimension of the outputs that the scores of one prediction are along.
         shares: Shares of every batch that the passes at w and at w~ take.
         teacher: Model in eval mode to learn from, where the recipe has distillation.
+        count_targets: Function that counts what `loss` is the mean over, given labels.
     """
 
     loss: Loss = cross_entropy
     class_dim: int = 1
     shares: Shares = WHOLE_BATCH
     teacher: nn.Module | None = None
+    count_targets: CountTargets = len
 
 
 CLASSIFY = Objective()
@@ -156,21 +163,26 @@ def train_on(
 ) -> tuple[Tensor, Tensor | None]:
     """Takes a step on a batch; returns the losses at w and, where the step went there, at w~."""
     losses: list[Tensor] = []
-    teacher, shares = objective.teacher, objective.shares
+    shares = objective.shares
 
     def closure_on(part: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
-        inputs, labels = part
-        teacher_scores = None
-        if config.distillation is not None and teacher is not None:
-            with torch.no_grad(), autocast(inputs.device, config.precision):
-                teacher_scores = teacher(inputs)
+        pieces = _weighted(micro_batches(part, config.accumulation), objective)
+        # the outputs of the teacher serve all passes, unless the batch is too large for memory
+        kept = _ask_teacher(part[0], config, objective) if len(pieces) == 1 else None
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            with autocast(inputs.device, config.precision):
-                value = loss_of(model(inputs), labels, config, teacher_scores, objective=objective)
-            value.backward()
-            losses.append(value.detach())
+            values = []
+            for number, (inputs, labels, weights) in enumerate(pieces, 1):
+                taught = _ask_teacher(inputs, config, objective) if kept is None else kept
+                with _synchronized(model, now=number == len(pieces)):
+                    with autocast(inputs.device, config.precision):
+                        value = loss_of(  # holds no scores of the micro-batch before
+                            model(inputs), labels, config, taught, objective, weights
+                        )
+                    value.backward()
+                values.append(value.detach())
+            losses.append(values[0] if len(values) == 1 else torch.stack(values).sum())
             return losses[-1]
 
         return closure
@@ -182,13 +194,55 @@ def train_on(
     return at_w, at_compressed[-1] if at_compressed else None  # C-SAM goes to C(w) before
 
 
+class LossWeights(NamedTuple):
+    """Weights of the losses of a micro-batch, by which they add up to those of the whole pass.
+
+    Attributes:
+        targets: Share of the targets of the pass, the weight of the task's loss.
+        samples: Share of the samples of the pass, the weight of the distillation loss.
+    """
+
+    targets: float | Tensor
+    samples: float
+
+
+def _weighted(
+    pieces: list[tuple[Tensor, Tensor]], objective: Objective
+) -> list[tuple[Tensor, Tensor, LossWeights | None]]:
+    """Returns micro-batches with the weights of their losses; None for a single one."""
+    if len(pieces) == 1:
+        return [(*pieces[0], None)]
+    counts = [objective.count_targets(labels) for _, labels in pieces]
+    targets, samples = sum(counts), sum(len(inputs) for inputs, _ in pieces)
+    return [
+        (inputs, labels, LossWeights(count / targets, len(inputs) / samples))
+        for (inputs, labels), count in zip(pieces, counts, strict=True)
+    ]
+
+
+def _ask_teacher(inputs: Tensor, config: TrainConfig, objective: Objective) -> Tensor | None:
+    """Returns the outputs of the teacher, if there is one."""
+    if config.distillation is None or objective.teacher is None:
+        return None
+    with torch.no_grad(), autocast(inputs.device, config.precision):
+        scores: Tensor = objective.teacher(inputs)
+    return scores
+
+
+def _synchronized(model: Callable[[Tensor], Tensor], *, now: bool) -> AbstractContextManager[None]:
+    """Lets DDP average the gradients now, or keeps it from doing so, in a `with` block."""
+    if not now and isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return nullcontext()
+
+
 def loss_of(
     scores: Tensor,
     labels: Tensor,
     config: TrainConfig,
     teacher_scores: Tensor | None = None,
-    *,
     objective: Objective = CLASSIFY,
+    weights: LossWeights | None = None,
 ) -> Tensor:
     """Returns the loss of the task, mixed with that of distillation where there is a teacher.
 
@@ -198,14 +252,24 @@ def loss_of(
         config: Label smoothing and distillation.
         teacher_scores: Outputs of the teacher, if there is one.
         objective: Loss of the task, and the dimension of its scores.
+        weights: Weights of both losses for a micro-batch; None for a whole batch.
     """
     value = objective.loss(scores, labels, config.label_smoothing)
+    if weights is not None:
+        value = _without_nan(value * weights.targets, weights.targets)
     if config.distillation is None or teacher_scores is None:
         return value
     weight = config.distillation.weight
     temperature = config.distillation.temperature
     soft = distillation_loss(scores, teacher_scores, temperature, class_dim=objective.class_dim)
+    if weights is not None:
+        soft = soft * weights.samples
     return (1 - weight) * value + weight * soft
+
+
+def _without_nan(value: Tensor, share: float | Tensor) -> Tensor:
+    """Returns 0 in place of the mean over no targets, where a micro-batch has none."""
+    return torch.where(share > 0, value, 0) if isinstance(share, Tensor) else value
 
 
 def distillation_loss(

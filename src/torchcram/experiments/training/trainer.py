@@ -10,8 +10,8 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,6 +32,12 @@ from torchcram.experiments.io.weights import digest, load_model_, save_model
 from torchcram.experiments.machine import machine_name, versions
 from torchcram.experiments.metrics import best_index
 from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.recipe.adapters import (
+    add_adapters_,
+    hold_adapted_masks,
+    merged_model,
+    require_peft,
+)
 from torchcram.experiments.recipe.build import (
     build_batches,
     build_initial_model,
@@ -43,6 +49,7 @@ from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.checkpoint import (
     checkpoint_path,
     forked_rng,
+    frozen_tensors,
     load_latest,
     load_state_,
     save_checkpoint,
@@ -68,6 +75,12 @@ from torchcram.experiments.training.run_folder import (
     write_info,
 )
 from torchcram.experiments.training.schedule import lr_at, set_lr_
+from torchcram.experiments.training.shards import (
+    check_sharded,
+    gather_into_,
+    gathered,
+    shard_,
+)
 from torchcram.experiments.training.steps import (
     WHOLE_BATCH,
     EagerStep,
@@ -148,6 +161,7 @@ def train(
     make_step: MakeStep = EagerStep,
     progress: Progress | None = None,
     ranks: Ranks = SINGLE,
+    sharded: bool = False,
 ) -> Trained:
     """Trains a model, or continues where an earlier call on the same folder stopped.
 
@@ -171,6 +185,8 @@ def train(
         make_step: Function that makes the `Step`: eager, or as CUDA graphs.
         progress: Function that is called on rank 0 after every epoch, and now and then in between.
         ranks: Processes that train together.
+        sharded: Whether the parameters are sharded over the processes (FSDP2), instead of a whole
+            copy in each of them (DDP). Either may continue what the other has begun.
 
     Raises:
         ValueError: If the folder holds another run, if the model does not take the data, if ranks
@@ -181,6 +197,10 @@ def train(
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
         if every < 1:
             raise ValueError(f"{name}_interval={every!r}: at least 1 is allowed")
+    if recipe.lora is not None:
+        require_peft()
+    if sharded:
+        check_sharded(recipe, ranks, holds_masks=start is not None and start.masks is not None)
     teacher = _teacher(start, recipe, device)
     requested = RunInfo(
         seed=seed,
@@ -190,7 +210,9 @@ def train(
         versions=versions(),
     )
     intervals = {"eval_interval": eval_interval, "checkpoint_interval": checkpoint_interval}
-    ranks.require_same({**identity(recipe, requested), **intervals, "device": device.type})
+    ranks.require_same(
+        {**identity(recipe, requested), **intervals, "device": device.type, "sharded": sharded}
+    )
     with ExitStack() as stack:
         stack.enter_context(forked_rng(device, seed))
         info, finished = ranks.broadcast_from_rank0(
@@ -212,6 +234,7 @@ def train(
                     teacher=teacher,
                     device=device,
                     ranks=ranks,
+                    sharded=sharded,
                 )
             )
             task = recipe.build_task()
@@ -220,8 +243,7 @@ def train(
                 trainer.fit(policy, make_step, progress if ranks.is_first else None)
     if ranks.world_size == 1:
         return load_trained(folder, device)
-    trained = ranks.broadcast_from_rank0(lambda: load_trained(folder, CPU))
-    return replace(trained, model=to_device(trained.model, device))
+    return _load_on_all(folder, device, ranks)
 
 
 def load_trained(folder: Path, device: torch.device) -> Trained:
@@ -238,6 +260,20 @@ def load_trained(folder: Path, device: torch.device) -> Trained:
     return Trained(recipe, info, info.finished, to_device(model, device).eval())
 
 
+def _load_on_all(folder: Path, device: torch.device, ranks: Ranks) -> Trained:
+    """Returns the finished training of a folder that only rank 0 has to see."""
+
+    def load() -> tuple[Recipe, RunInfo, Finished, dict[str, Tensor]]:
+        trained = load_trained(folder, CPU)
+        # not the model itself: its hooks may be functions that cannot be sent
+        return trained.recipe, trained.info, trained.finished, _on_cpu(trained.model)
+
+    recipe, info, finished, state = ranks.broadcast_from_rank0(load)
+    model = build_initial_model(recipe, classes=len(info.data.classes), seed=0, pretrained=False)
+    model.load_state_dict(state)
+    return Trained(recipe, info, finished, to_device(model, device).eval())
+
+
 class Trainer:
     """A training that continues from its latest checkpoint.
 
@@ -250,6 +286,7 @@ class Trainer:
         teacher: Model on `device`, in eval mode, to learn from where the recipe has distillation.
         device: Device that everything is computed on.
         ranks: Processes that train together.
+        sharded: Whether the parameters are sharded over the processes.
 
     Attributes:
         model: Model that is trained.
@@ -270,7 +307,10 @@ class Trainer:
         teacher: nn.Module | None = None,
         device: torch.device,
         ranks: Ranks = SINGLE,
+        sharded: bool = False,
     ) -> None:
+        self._sharded = sharded
+        self._gathered: nn.Module | None = None
         self.recipe, self.folder, self.info, self.data = recipe, folder, info, data
         self.teacher, self.device, self.ranks = teacher, device, ranks
         self.done, self.seconds = 0, 0.0
@@ -298,8 +338,10 @@ class Trainer:
                 epochs.report(record.epoch, record)
         self._finish_method()
         score = policy.finish(epochs) if self.recipe.method is None else epochs.score()
+        with self.whole_model() as model:
+            if self.ranks.is_first:
+                save_model(model, self.folder / MODEL)
         if self.ranks.is_first:
-            save_model(self.eval_model, self.folder / MODEL)
             finished = Finished(
                 score.value,
                 self.seconds,
@@ -314,21 +356,51 @@ class Trainer:
         """Holds the masks of `start`, if it has any, for a `with` block."""
         if start is None or start.masks is None:
             return nullcontext()
-        weights = dict(self.model.named_parameters())
+        with merged_model(self.model):
+            weights = dict(self.model.named_parameters())
         masks = {
             name: torch.empty_like(weights[name], dtype=torch.bool).copy_(mask)
             for name, mask in start.masks.items()
         }
+        if self.recipe.lora is not None:
+            return hold_adapted_masks(self.model, self.optimizer, masks)
         return hold_masks(self.optimizer, weights, masks)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Gives the model to test and save for a `with` block, that all ranks enter together.
+
+        It is the average of the weights where there is one; adapters are merged, shards gathered.
+        """
+        if self._whole is None:
+            with merged_model(self.model):
+                yield self.eval_model
+            return
+        if self._gathered is not None:  # inside another such block
+            yield self._gathered
+            return
+        gather_into_(self._whole, self.model)
+        on_cpu = self.device.type == "cpu"
+        self._gathered = self._whole if on_cpu else copy.deepcopy(self._whole).to(self.device)
+        try:
+            yield self._gathered
+        finally:
+            self._gathered = None
 
     # checkpoints
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint, on rank 0."""
-        if not self.ranks.is_first:
+        if not self.ranks.is_first and not self._sharded:
             return
         training = state_of(self.model, self.optimizer, self.device, average=self.average)
+        if self._sharded:
+            training = gathered(training, keep=self.ranks.is_first)
+        if not self.ranks.is_first:
+            return
         state = {"training": training, "seconds": self.seconds}
+        if self._frozen is not None:
+            state["frozen"] = self._frozen
         save_checkpoint(
             self.folder / CHECKPOINTS,
             self.done,
@@ -348,7 +420,8 @@ class Trainer:
             # only rank 0 reads: all continue from the same epoch and need not share a disk
             read = partial(load_latest, checkpoints, expected, before=before)
             latest = self.ranks.broadcast_from_rank0(read)
-            self._build(start, pretrained=latest is None)
+            # checkpoints of adapters do not have the weights that they belong to
+            self._build(start, pretrained=latest is None or self.recipe.lora is not None)
             if latest is None:
                 return
             before, state = latest
@@ -372,8 +445,13 @@ class Trainer:
                 seed=info.seed,
                 pretrained=recipe.model.pretrained and pretrained,
             )
-        model = to_device(model, self.device)
+        self._whole = copy.deepcopy(model) if self._sharded else None
+        model = model.to(self.device) if self._sharded else to_device(model, self.device)
         self.model = with_shared_statistics(model, self.device, self.ranks)
+        if self._sharded:
+            shard_(self.model, self.device, self.ranks)
+        add_adapters_(recipe, self.model, seed=info.seed)
+        self._frozen = None if recipe.lora is None else digest(frozen_tensors(self.model))
         decay = recipe.train.ema
         self.average = None if decay is None else WeightAverage(self.model, decay)
         # only methods need to know beforehand how many steps there are
@@ -406,6 +484,11 @@ class Trainer:
         seconds = state.get("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
             return f"its seconds are {seconds!r:.80}, not a finite number"
+        if self._frozen is not None and state.get("frozen") != self._frozen:
+            raise ValueError(
+                f"{self.folder}: its adapters were trained on other weights than those that "
+                f"{self.recipe.model.name!r} has now; allowed: the same weights"
+            )
         try:
             load_state_(
                 self.model,
@@ -444,10 +527,11 @@ class _Epochs:
         make_step: MakeStep,
         progress: Progress | None,
     ) -> None:
+        self._trainer = trainer
         device, ranks, seed = trainer.device, trainer.ranks, trainer.info.seed
         self._recipe, self._model, self._device, self._ranks = recipe, trainer.model, device, ranks
         self._optimizer, self._seed, self._data = trainer.optimizer, seed, data
-        self._average, self._eval_model = trainer.average, trainer.eval_model
+        self._average = trainer.average
         if data is trainer.data:
             self._batches = trainer.batches
         else:
@@ -459,13 +543,18 @@ class _Epochs:
         model = data_parallel(trainer.model, device, ranks, batch_size=batch_size)
         task = recipe.build_task()
         self._unit = task.unit
+        _check_accumulation(recipe, batch_size, ranks)
         shares = _shares(recipe, ranks.shard.rows(batch_size))
-        objective = Objective(task.loss, task.class_dim, shares, trainer.teacher)
+        objective = Objective(
+            task.loss, task.class_dim, shares, trainer.teacher, task.count_targets
+        )
         self._step = make_step(
             model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
         )
         operators = _operators(recipe)
-        self._mask_change = MaskChange(cram_weights(recipe, trainer.model), operators)
+        with trainer.whole_model() as whole:
+            model = whole if trainer.average is None else trainer.model
+            self._mask_change = MaskChange(cram_weights(recipe, model), operators)
         if self._average is not None:  # warnings of the model are not repeated for its average
             copy_marks(self._model, self._average.module)
             copy_coverage_warning(self._model, self._average.module)
@@ -494,29 +583,31 @@ class _Epochs:
         average_statistics_(self._model, self._ranks)
         if self._average is not None:
             average_statistics_(self._average.module, self._ranks)
-        score = self.score() if test else None
-        return EpochRecord(
-            epoch=epoch + 1,
-            loss=loss,
-            compressed_loss=compressed_loss,
-            accuracy=None if score is None else score.value,
-            lr=lr,
-            mask_change=self._mask_change.update(),
-            images_per_second=self._images / (trained - begin),
-            seconds=time.perf_counter() - begin,
-            processes=self._ranks.world_size,
-            metric=self._recipe.metric,
-            unit=self._unit,
-            compressed_accuracy=self._score_watched() if test else None,
-            others=None if score is None else score.others,
-        )
+        with self._trainer.whole_model() as whole:
+            score = self.score() if test else None
+            return EpochRecord(
+                epoch=epoch + 1,
+                loss=loss,
+                compressed_loss=compressed_loss,
+                accuracy=None if score is None else score.value,
+                lr=lr,
+                mask_change=self._mask_change.update(),
+                images_per_second=self._images / (trained - begin),
+                seconds=time.perf_counter() - begin,
+                processes=self._ranks.world_size,
+                metric=self._recipe.metric,
+                unit=self._unit,
+                compressed_accuracy=self._score_watched(whole) if test else None,
+                others=None if score is None else score.others,
+            )
 
     def score(self) -> Score:
         """Returns the score on the test split, of the model that a method would leave."""
         optimizer = self._optimizer
-        with optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext():
+        pruned = optimizer.pruned() if isinstance(optimizer, Baseline) else nullcontext()
+        with pruned, self._trainer.whole_model() as whole:
             return score_model(
-                self._eval_model,
+                whole,
                 self._recipe,
                 self._data,
                 self._test,
@@ -559,12 +650,12 @@ class _Epochs:
         at_w, *others = self._ranks.all_reduce_sum(*shares)
         return at_w, others[0] if others else None
 
-    def _score_watched(self) -> float | None:
+    def _score_watched(self, whole: nn.Module) -> float | None:
         """Returns the score of the model compressed to the target that the recipe watches."""
         if self._recipe.compress.watch is None:
             return None
         (small,) = compressed_models(
-            self._eval_model,
+            whole,
             self._recipe,
             self._data,
             [self._recipe.compress.watch],
@@ -693,7 +784,8 @@ class _EarlyStopping(_StopPolicy):
             load_model_(model, path)
         if trainer.ranks.world_size > 1:  # the other ranks need not share a disk
             model.load_state_dict(trainer.ranks.broadcast_from_rank0(lambda: _on_cpu(model)))
-        return score_on_test(model, trainer.recipe, trainer.data, device=trainer.device)
+        with trainer.whole_model() as whole:
+            return score_on_test(whole, trainer.recipe, trainer.data, device=trainer.device)
 
     def clean_up(self) -> None:
         """Removes the copy of the best model, which is the model of the run now."""
@@ -752,6 +844,17 @@ def _shares(recipe: Recipe, rows: int) -> Shares:
     shares = WHOLE_BATCH if recipe.cram is None else recipe.cram.shares
     split_rows(rows, *shares)
     return shares
+
+
+def _check_accumulation(recipe: Recipe, batch_size: int, ranks: Ranks) -> None:
+    """Raises ValueError if a rank would have more micro-batches in a pass than samples."""
+    count, least = recipe.train.accumulation, recipe.least_samples(batch_size // ranks.world_size)
+    if count > least:
+        raise ValueError(
+            f"{recipe.name}: train.accumulation is {count}; allowed: at most {least}, the samples "
+            f"that each of {ranks.world_size} processes has in the smallest pass over a batch of "
+            f"{batch_size}"
+        )
 
 
 def _operators(recipe: Recipe) -> tuple[str, ...]:

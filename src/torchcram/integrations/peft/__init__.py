@@ -6,6 +6,7 @@ from torchcram.integrations.peft.merge import (
     hold_lora_masks,
     merge_sparse,
     merge_sparse_,
+    merged_model,
 )
 from torchcram.integrations.peft.optimizer import LoraCrAM
 
@@ -15,5 +16,6 @@ __all__ = [
     "hold_lora_masks",
     "merge_sparse",
     "merge_sparse_",
+    "merged_model",
     "merged_weights",
 ]

@@ -127,7 +127,7 @@ def straight_through(layer: LoraLayer, mask: Tensor | None, undo: UndoStack) -> 
         mask: Mask M of that weight; None for a dense gradient.
         undo: Stack that the call to undo it is pushed to.
     """
-    weight = _own_weight(layer)
+    weight = own_weight(layer)
     hooks: list[RemovableHandle] = []
 
     def leave() -> None:
@@ -158,13 +158,14 @@ def _propagate(weight: Tensor, *, layer: LoraLayer, mask: Tensor | None) -> None
 
 def _product(layer: LoraLayer, adapter: str) -> Tensor:
     """Returns s B A, or s (M * B A) while a mask is held."""
-    with torch.autocast(_own_weight(layer).device.type, enabled=False):  # peft merges outside
+    with torch.autocast(own_weight(layer).device.type, enabled=False):  # peft merges outside
         product: Tensor = getattr(layer, "get_delta_weight")(adapter)  # noqa: B009
     held = layer.lora_variant.get(adapter)
     return held.masked(product) if isinstance(held, HeldMask) else product
 
 
-def _own_weight(layer: LoraLayer) -> Tensor:
+def own_weight(layer: LoraLayer) -> Tensor:
+    """Returns W, the frozen weight of a layer."""
     weight: Tensor = layer.get_base_layer().weight  # type: ignore[assignment,unused-ignore]
     return weight
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from torchcram.compress import compress_
@@ -17,6 +18,7 @@ from torchcram.integrations.peft.layers import (
     lora_layers,
     merge_,
     merged_weights,
+    own_weight,
     taken_for_merged,
 )
 from torchcram.messages import list_names
@@ -106,6 +108,45 @@ def merged(model: nn.Module, weights: Weights) -> Iterator[None]:
         for layer in layers.values():
             after.enter_context(taken_for_merged(layer))
         yield
+
+
+@contextmanager
+def merged_model(model: nn.Module) -> Iterator[nn.Module]:
+    """Merges all adapters for a `with` block, in which the model has plain layers.
+
+    Its parameters then have their names before adapters were added. After the block the adapters
+    are back, and so is W, bit for bit.
+
+    Args:
+        model: Model whose adapters are all plain LoRA, also without the wrapper of peft.
+
+    Raises:
+        ValueError: If the model has no adapters or they are merged already.
+    """
+    _require_adapters(model)
+    modules = model.named_modules(remove_duplicate=False)
+    by_path = {path: layer for path, layer in modules if isinstance(layer, LoraLayer)}
+    layers = {str(id(layer)): layer for layer in by_path.values()}
+    weights = {key: own_weight(layer) for key, layer in layers.items()}
+    before = {key: weight.detach().clone() for key, weight in weights.items()}
+    try:
+        merge_(layers, weights)
+        for path, layer in by_path.items():
+            _put(model, path, layer.get_base_layer())
+        yield model
+    finally:
+        for path, layer in by_path.items():
+            _put(model, path, cast("nn.Module", layer))
+        with torch.no_grad():
+            for key, weight in weights.items():
+                weight.copy_(before[key])
+        torch.clear_autocast_cache()
+
+
+def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    """Puts a layer into the position of another one, in the same order."""
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = layer
 
 
 class HeldLoraMasks:
