@@ -1,6 +1,10 @@
-"""Sparse kernels on the CPU against dense torch, compiled torch and ONNX Runtime.
+"""Sparse kernels on the CPU against dense torch, compiled torch, ONNX Runtime and DeepSparse.
 
     python benchmarks/runtime.py [--work linear bert resnet18 ...] [--rounds N] [--threads N]
+                                 [--deepsparse PYTHON]
+
+PYTHON is the interpreter of an environment with `deepsparse==1.8.0`, which runs the same pruned
+models in a process of its own.
 
 All ways to run a model take turns, round after round, so that other load on the machine affects all
 of them. Ratios are those of the median times to dense torch, and in brackets those of the fastest
@@ -12,13 +16,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import subprocess
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy
 import torch
 from timing import machine
 from torch import Tensor, nn
@@ -30,6 +37,7 @@ from torchcram.runtime.outputs import tensor_error
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 DENSE = ["MatMul", "Gemm"]  # operators of Linear layers in ONNX
+SERVER = Path(__file__).parent / "deepsparse_server.py"
 Work = Callable[[], Tensor]
 
 
@@ -104,6 +112,38 @@ def onnx_runtime(model: nn.Module, x: Tensor, threads: int, *, int8: bool = Fals
     return lambda: torch.from_numpy(session.run(None, feed)[0])
 
 
+def export(model: nn.Module, x: Tensor, path: Path) -> None:
+    """Writes a model as an ONNX file that DeepSparse reads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), str(path), dynamo=False, opset_version=14)
+
+
+def deepsparse(python: str, model: nn.Module, x: Tensor, threads: int) -> Work:
+    """Returns a function that runs the model in DeepSparse, in a process of its own."""
+    folder = Path(tempfile.mkdtemp())
+    export(copy.deepcopy(model), x, folder / "model.onnx")
+    numpy.save(folder / "x.npy", x.numpy())
+    command = [python, str(SERVER), str(folder), str(threads)]
+    environment = {**os.environ, "NM_DISABLE_ANALYTICS": "1"}
+    process = subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+    def run() -> Tensor:
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("DeepSparse did not start")
+        process.stdin.write("run\n")
+        process.stdin.flush()
+        while not (line := process.stdout.readline()).startswith("done"):
+            if not line:
+                raise RuntimeError(f"DeepSparse ended: {' '.join(command)}")
+        return torch.from_numpy(numpy.load(folder / "y.npy"))
+
+    run()
+    return run
+
+
 def race(work: dict[str, Work], rounds: int) -> dict[str, list[float]]:
     """Returns the milliseconds of each function in each round."""
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -129,7 +169,13 @@ def others(model: nn.Module, x: Tensor, threads: int) -> dict[str, Work]:
 
 
 def measure(
-    name: str, sparsities: Sequence[float], rounds: int, *, compile_too: bool, int8: bool
+    name: str,
+    sparsities: Sequence[float],
+    rounds: int,
+    *,
+    compile_too: bool,
+    int8: bool,
+    python: str | None,
 ) -> None:
     """Prints a line for each way to run a model."""
     torch.manual_seed(0)
@@ -137,6 +183,11 @@ def measure(
     model.eval().requires_grad_(False)
     work = others(model, x, torch.get_num_threads())
     errors = {}
+    threads = torch.get_num_threads()
+    fast = runtime.prepare(model, x)
+    work["torchcram, dense"] = lambda dense=fast: dense(x)  # type: ignore[misc]
+    if python:
+        work["DeepSparse, dense"] = deepsparse(python, model, x, threads)
     if int8:
         key = "ONNX Runtime, 8 bits"
         work[key] = onnx_runtime(copy.deepcopy(model), x, torch.get_num_threads(), int8=True)
@@ -148,6 +199,10 @@ def measure(
         key = f"torchcram {sparsity:.0%}"
         errors[key] = tensor_error(expected, fast(x)).relative
         work[key] = lambda fast=fast: fast(x)  # type: ignore[misc]
+        if python:
+            other = f"DeepSparse {sparsity:.0%}"
+            work[other] = deepsparse(python, pruned, x, threads)
+            errors[other] = tensor_error(expected, work[other]()).relative
         if int8:
             small = runtime.prepare(pruned, x, int8=True)
             errors[f"{key}, 8 bits"] = tensor_error(expected, small(x)).relative
@@ -174,6 +229,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", action="store_true", help="also compile around the kernels")
     parser.add_argument("--int8", action="store_true", help="also Linear layers in 8 bits")
+    parser.add_argument("--deepsparse", metavar="PYTHON", help="interpreter with deepsparse")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(machine(torch.device("cpu")))
@@ -184,6 +240,7 @@ def main() -> None:
             options.rounds,
             compile_too=options.compile,
             int8=options.int8,
+            python=options.deepsparse,
         )
 
 

@@ -42,11 +42,11 @@ from torchcram.experiments.recipe.overrides import (
 from torchcram.experiments.seeds import global_seed
 from torchcram.experiments.training.run_folder import RUN, DataInfo
 from torchcram.experiments.training.steps import EagerStep, MakeStep
+from torchcram.experiments.training.stop_policy import held_out_values
 from torchcram.experiments.training.trainer import (
     Progress,
     Start,
     Trained,
-    held_out_values,
     load_trained,
     train,
 )

@@ -29,7 +29,7 @@ from torchcram.experiments.training.cuda_graph_steps import GraphStep, can_be_ca
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.steps import EagerStep, Objective, distillation_loss
-from torchcram.experiments.training.trainer import _Epochs, load_trained
+from torchcram.experiments.training.trainer import Epochs, load_trained
 from torchcram.integrations.compressed_tensors import pack_words
 
 pytestmark = pytest.mark.usefixtures("_here")
@@ -207,7 +207,7 @@ def test_finetuning_keeps_the_best_round_which_has_the_least_perplexity(
     finished, paragraphs, monkeypatch
 ):
     values = iter([9.0, 5.0, 7.0, 6.0, 8.0])
-    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "perplexity"))
+    monkeypatch.setattr(Epochs, "score", lambda _: Score(next(values), "perplexity"))
     words = ["finetune", finished[0], "--at", "uniform:0.7", "--data", paragraphs, "--out", "on"]
     done = succeed(*words, "--results", "results")
     assert [record.accuracy for record in read_log(Path("on"))] == [9.0, 5.0, 7.0, 6.0, 8.0]

@@ -15,7 +15,8 @@ from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.run_folder import read_run
 from torchcram.experiments.training.steps import EagerStep
-from torchcram.experiments.training.trainer import Trainer, _EarlyStopping, _Epochs, held_out_values
+from torchcram.experiments.training.stop_policy import EarlyStopping, held_out_values
+from torchcram.experiments.training.trainer import Epochs, Trainer
 
 pytestmark = pytest.mark.usefixtures("_here")
 
@@ -78,9 +79,9 @@ def test_it_stops_after_so_many_tests_and_leaves_the_best(finished, questions, m
         tested.append(len(given[2].test))
         return score_on_test(*given, **options)
 
-    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(Epochs, "score", lambda _: Score(next(values), "F1"))
     monkeypatch.setattr(Trainer, "save_checkpoint", save)
-    monkeypatch.setattr("torchcram.experiments.training.trainer.score_on_test", test)
+    monkeypatch.setattr("torchcram.experiments.training.stop_policy.score_on_test", test)
     done = succeed(*tuned(finished, questions, "on", "--results", "results", *options(*sets)))
     assert held_out_values(Path("on")) == [0.1, 0.5, 0.5, 0.4, 0.2]
     assert "fine-tuned, 1.25 epochs" in done.stdout  # five rounds of a quarter
@@ -119,7 +120,7 @@ def test_a_log_that_is_too_short_is_named(finished, questions, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_EarlyStopping, "finish", lambda *_: interrupted(None))
+        patch.setattr(EarlyStopping, "finish", lambda *_: interrupted(None))
         assert command(*tuned(finished, questions, "on")).exit_code == 130
     Path("on/log.jsonl").unlink()
     assert "log.jsonl does not have the" in fail(*tuned(finished, questions, "on"))
@@ -127,7 +128,7 @@ def test_a_log_that_is_too_short_is_named(finished, questions, monkeypatch):
 
 def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
     values, made = iter([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]), []
-    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(Epochs, "score", lambda _: Score(next(values), "F1"))
 
     def counted(*given, data, **options):
         made.append(len(data.train))
@@ -149,7 +150,7 @@ def test_a_grid_chooses_on_what_is_held_out(finished, questions, monkeypatch):
 
 def test_every_seed_may_choose_another_point(finished, questions, monkeypatch):
     values = iter([0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1] + 4 * [0.2] + 4 * [0.6])
-    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(Epochs, "score", lambda _: Score(next(values), "F1"))
     words = ["--grid", "train.label_smoothing=0,0.2", "--epochs", 1, "--results", "results"]
     for seed in (0, 1):
         given = tuned(finished, questions, f"grid{seed}", *words, "--seed", seed)
@@ -214,7 +215,7 @@ def test_the_best_of_the_checkpoint_before_stays(finished, questions, monkeypatc
         real(self)
         kept.append(sorted(path.name for path in self.folder.glob("best-*")))
 
-    monkeypatch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+    monkeypatch.setattr(Epochs, "score", lambda _: Score(next(values), "F1"))
     monkeypatch.setattr(Trainer, "save_checkpoint", save)
     succeed(*tuned(finished, questions, "on"))
     assert [names[-1] for names in kept[:3]] == [f"best-000{n}.safetensors" for n in (1, 2, 3)]
@@ -253,7 +254,7 @@ def test_plain_training_can_be_ended_early_too_but_not_with_images(
     given = ["train", CRAM, "--data", questions, "--epochs", 3, *sets, *stop, "--out", "run"]
     values = iter([0.5, 0.4])
     with monkeypatch.context() as patch:
-        patch.setattr(_Epochs, "score", lambda _: Score(next(values), "F1"))
+        patch.setattr(Epochs, "score", lambda _: Score(next(values), "F1"))
         succeed(*given)
     assert held_out_values(Path("run")) == [0.5, 0.4]  # of six rounds
     assert read_result("run/result.json").seeds[0].epochs == 1

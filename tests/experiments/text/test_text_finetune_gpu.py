@@ -10,7 +10,8 @@ from torchcram.experiments.recipe.overrides import finetune_recipe
 from torchcram.experiments.training.cuda_graph_steps import make_step
 from torchcram.experiments.training.log import read_log
 from torchcram.experiments.training.steps import EagerStep
-from torchcram.experiments.training.trainer import held_out_values, train
+from torchcram.experiments.training.stop_policy import held_out_values
+from torchcram.experiments.training.trainer import train
 
 pytestmark = [
     pytest.mark.gpu,

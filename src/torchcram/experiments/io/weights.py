@@ -74,3 +74,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         hasher.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         hasher.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()[:16]
+
+
+def state_on_cpu(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the state dict of a model with all tensors on the CPU, to send to other ranks."""
+    return {name: value.cpu() for name, value in model.state_dict().items()}
