@@ -131,7 +131,6 @@ def check_export(
     if kind == "compressed-tensors":
         check_layers(trained.model, target_weights(trained.recipe, trained.model))
     if kind == "gguf":
-        gguf.require_package()
         if not isinstance(trained.model, CausalModel):
             raise ValueError(
                 f"--format gguf: {trained.recipe.model.name} is not a model that generates; "

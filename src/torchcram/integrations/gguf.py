@@ -83,13 +83,13 @@ class StoredModel(NamedTuple):
     """A model as it is stored.
 
     Attributes:
-        source: Path of the GGUF file that metadata is copied from.
+        source: `GGUFReader` of the file that metadata is copied from.
         operator: Text of the operator that the model was compressed with; None if it was not.
         kind: Type of compressed weights, one of `TYPES`.
         tensors: Tensors by their names in the file, in the order of the source.
     """
 
-    source: Path
+    source: Any
     operator: str | None
     kind: str
     tensors: dict[str, StoredTensor]
@@ -189,7 +189,8 @@ def encode(
     The arguments and errors are those of `save_gguf`.
     """
     kind = choose_type(operator, kind)
-    names = _tensor_names(model, _read(source), source)
+    reader = _read(source)
+    names = _tensor_names(model, reader, source)
     chosen = weights_in(model, weights)
     state = model.state_dict()
     tensors = {}
@@ -200,7 +201,7 @@ def encode(
         quantize = _quantizer(operator) if name in chosen else None
         as_type = kind if name in chosen or kind not in _BITS else "q8_0"
         tensors[stored] = _encode(name, value.contiguous(), as_type, quantize)
-    return StoredModel(Path(source), None if operator is None else str(operator), kind, tensors)
+    return StoredModel(reader, None if operator is None else str(operator), kind, tensors)
 
 
 @torch.no_grad()
@@ -231,11 +232,10 @@ def write(path: str | PathLike[str], stored: StoredModel) -> None:
     """
     import gguf
 
-    reader = _read(stored.source)
     with written_aside(Path(path)) as aside:
         writer = gguf.GGUFWriter(aside, _ARCHITECTURE)
-        writer.data_alignment = int(reader.alignment)
-        _copy_metadata(reader, writer)
+        writer.data_alignment = int(stored.source.alignment)
+        _copy_metadata(stored.source, writer)
         writer.add_file_type(FILE_TYPES[stored.kind])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         if stored.operator is not None:
