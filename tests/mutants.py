@@ -60,6 +60,7 @@ PARTS = ("tests/test_split_batch.py",)
 TRANSFORMERS = ("tests/integrations/test_transformers.py",)
 LIGHTNING = ("tests/integrations/test_lightning.py",)
 PACKED = ("tests/integrations/test_compressed_tensors.py",)
+GGUF = ("tests/integrations/test_gguf.py",)
 EQUATIONS = ("tests/baselines/test_equations.py",)
 HELD_MASK = ("tests/baselines/test_held_mask.py",)
 PROTOCOL = ("tests/baselines/test_protocol.py",)
@@ -232,6 +233,9 @@ MUTANTS = [
         PACKED,
     ),
     Mutant("integrations/compressed_tensors.py", "if len(shared) > 1:", "if False:", PACKED),
+    Mutant("integrations/gguf.py", "halves.transpose(1, 2)", "halves", GGUF),
+    Mutant("integrations/gguf.py", "BLOCK // 2 :] << 4", "BLOCK // 2 :] << 3", GGUF),
+    Mutant("integrations/gguf.py", "torch.where(codes == minus_zero, 0, codes)", "codes", GGUF),
     Mutant("baselines/base.py", "self._undo.push(self._backup.restore)", "pass", PROTOCOL),
     Mutant("baselines/base.py", "            self.steps += 1\n", "            pass\n", EQUATIONS),
     Mutant(

@@ -129,6 +129,8 @@ def test_a_full_disk_leaves_the_earlier_file(run):
             ["--to", "int8", "--format", "compressed-tensors"],
             "--format compressed-tensors: convnet-digits is not a model of Transformers",
         ),
+        (["--format", "gguf"], "--format gguf: convnet-digits is not a model that generates"),
+        (["--gguf-type", "f16"], "--gguf-type f16: allowed only with --format gguf"),
         (["--to", "top:0.5"], "cannot read 'top:0.5'"),
         (["--to", "int4", "--to", "int4"], "every operator once"),
     ],

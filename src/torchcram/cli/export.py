@@ -39,8 +39,8 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Format of the files: torchcram, safetensors, transformers, compressed-tensors or "
-            "onnx.",
+            help="Format of the files: torchcram, safetensors, transformers, compressed-tensors, "
+            "onnx or gguf.",
         ),
     ] = "torchcram",
     values: Annotated[
@@ -59,6 +59,14 @@ def export(
             show_default="as they are",
         ),
     ] = None,
+    gguf_type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Type of the weights in GGUF files: f32, f16, q8_0 or q4_0.",
+            show_default="by target",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Folder for the files.", show_default="RUN/export"),
@@ -71,7 +79,7 @@ def export(
     """Compress a trained model and write files to deploy, which include the measured accuracy.
 
     The format torchcram is the compact one; the others store the same weights, zeros included.
-    With compressed-tensors and onnx, quantized weights are stored as integers.
+    With compressed-tensors, onnx and gguf, quantized weights are stored as integers.
     """
     with errors_in_a_line():
         from torchcram.cli.output import result_output, show
@@ -83,11 +91,11 @@ def export(
 
         check_targets(to)
         with usage():
-            check_options(kind, values, embeddings, to or ())
+            check_options(kind, values, embeddings, to or (), gguf_type)
         where = find_device(device)
         trained = load_trained(run, where)
         targets = to or list(trained.recipe.compress.to)
-        check_export(trained, kind, values, embeddings, targets)
+        check_export(trained, kind, values, embeddings, targets, gguf_type)
         images = load(trained.recipe, data, download=download)
         with result_output(json) as write:
             with watching() as watch:
@@ -99,6 +107,7 @@ def export(
                     kind=kind,
                     values=values,
                     embeddings=embeddings,
+                    gguf_type=gguf_type,
                     device=where,
                     progress=watch.pieces("compressing", len(targets)),
                 )

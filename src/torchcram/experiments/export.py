@@ -19,9 +19,11 @@ from torchcram.experiments.io.files import (
     slug,
 )
 from torchcram.experiments.io.weights import save_model
+from torchcram.experiments.models.causal import CausalModel, find_gguf_source
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.experiments.recipe.overrides import with_targets
 from torchcram.experiments.results_store import as_result, require_same_data
+from torchcram.integrations import gguf
 from torchcram.integrations.compressed_tensors import check_layers, read_quantizer
 from torchcram.pruners import parse_pruner
 
@@ -38,6 +40,7 @@ ENDINGS = {  # file name endings by format
     "transformers": "",
     "compressed-tensors": ".compressed-tensors",
     "onnx": ".onnx",
+    "gguf": ".gguf",  # after the type of the weights
 }
 FORMATS = tuple(ENDINGS)
 FOLDERS = ("transformers", "compressed-tensors")  # formats that `from_pretrained` loads
@@ -65,6 +68,7 @@ def check_options(
     values: str | None,
     embeddings: str | None,
     targets: Sequence[str] = (),
+    gguf_type: str | None = None,
 ) -> None:
     """Raises ValueError for options of `export` that do not exist or do not go together.
 
@@ -73,6 +77,7 @@ def check_options(
         values: Type that weights are rounded to unless they are quantized.
         embeddings: Quantizer of the tables of embeddings.
         targets: Operators as text.
+        gguf_type: Type of the weights in GGUF files.
 
     Raises:
         ValueError: If an option is not allowed; the message names what is.
@@ -84,9 +89,15 @@ def check_options(
     for option, value in (("values", values), ("embeddings", embeddings)):
         if value is not None and kind != "torchcram":
             raise ValueError(f"--{option} {value}: allowed only with --format torchcram")
-    if kind == "compressed-tensors":
-        for target in targets:
+    if gguf_type is not None and kind != "gguf":
+        raise ValueError(f"--gguf-type {gguf_type}: allowed only with --format gguf")
+    if gguf_type is not None and gguf_type not in gguf.TYPES:
+        raise ValueError(f"--gguf-type {gguf_type}: allowed are {', '.join(gguf.TYPES)}")
+    for target in targets:
+        if kind == "compressed-tensors":
             read_quantizer(target)
+        if kind == "gguf":
+            gguf.choose_type(target, gguf_type)
 
 
 def check_export(
@@ -95,6 +106,7 @@ def check_export(
     values: str | None,
     embeddings: str | None = None,
     targets: Sequence[str] = (),
+    gguf_type: str | None = None,
 ) -> None:
     """Raises ValueError for an export that is not possible, before anything is computed.
 
@@ -104,11 +116,12 @@ def check_export(
         values: Type that weights are rounded to unless they are quantized.
         embeddings: Quantizer of the tables of embeddings.
         targets: Operators as text.
+        gguf_type: Type of the weights in GGUF files.
 
     Raises:
         ValueError: If it is not possible; the message names what is allowed.
     """
-    check_options(kind, values, embeddings, targets)
+    check_options(kind, values, embeddings, targets, gguf_type)
     if embeddings is not None:
         round_tables(find_tables(trained.model, trained.model.state_dict()), embeddings)
     if kind in FOLDERS and not trained.recipe.build_task().is_transformers:
@@ -117,6 +130,13 @@ def check_export(
         )
     if kind == "compressed-tensors":
         check_layers(trained.model, target_weights(trained.recipe, trained.model))
+    if kind == "gguf":
+        if not isinstance(trained.model, CausalModel):
+            raise ValueError(
+                f"--format gguf: {trained.recipe.model.name} is not a model that generates; "
+                "allowed are runs of the task language-modelling"
+            )
+        gguf.check_source(trained.model.model, find_gguf_source(trained.recipe.model.name))
 
 
 def export(
@@ -128,6 +148,7 @@ def export(
     kind: str,
     values: str | None = None,
     embeddings: str | None = None,
+    gguf_type: str | None = None,
     device: torch.device,
     progress: Callable[[object], None] | None = None,
 ) -> tuple[Result, list[Exported]]:
@@ -140,20 +161,23 @@ def export(
         data: Dataset that it was trained and tested on.
         to: Folder that the files are written to; `global:0.9` becomes
             `global-0.9.torchcram.safetensors`, `global-0.9.safetensors`, `global-0.9` or
-            `global-0.9.onnx`, and `int8` the folder `int8.compressed-tensors`.
+            `global-0.9.onnx`, and `int8` the folder `int8.compressed-tensors` or
+            `int8.q8_0.gguf`.
         targets: Operators as text.
         kind: Format, one of `FORMATS`.
         values: Type that weights are rounded to unless they are quantized, one of `VALUES`. The
             rounded model is the one that is tested.
         embeddings: Quantizer of the tables of embeddings, such as "int8". The rounded model is the
             one that is tested.
+        gguf_type: Type of the weights in GGUF files, one of `torchcram.integrations.gguf.TYPES`;
+            by default it fits the target. The rounded model is the one that is tested.
         device: Device that everything is computed on.
         progress: Function that is called with every target once it is written.
 
     Returns:
         The scores, and the files.
     """
-    check_export(trained, kind, values, embeddings, targets)
+    check_export(trained, kind, values, embeddings, targets, gguf_type)
     rounding: dict[str, Any] = {
         "values": None if values is None else VALUES[values],
         "embeddings": embeddings,
@@ -166,20 +190,52 @@ def export(
     for small in compressed_models(
         trained.model, trained.recipe, data, targets, device=device, seed=trained.info.seed
     ):
-        target = small.result()
-        if values is not None or embeddings is not None:
+        target, ending, stored = small.result(), ENDINGS[kind], None
+        if kind == "gguf":
+            stored = _round_as_gguf_(small.model, trained, target.operator, gguf_type)
+            ending = f".{stored.kind}{ending}"
+        elif values is not None or embeddings is not None:
             round_as_saved_(small.model, operator=target.operator, **rounding)
+        if any(option is not None for option in (stored, values, embeddings)):
             score = score_on_test(small.model, trained.recipe, data, device=device)
             target = replace(target, after=score.value, others=score.others)
-        path = to / f"{slug(target.operator)}{ENDINGS[kind]}"
+        path = to / f"{slug(target.operator)}{ending}"
         with name_file_in_errors(path):
-            _write(
-                small.model, trained, data, target=target, path=path, kind=kind, rounding=rounding
-            )
+            if stored is not None:
+                gguf.write(path, stored)
+            else:
+                _write(
+                    small.model,
+                    trained,
+                    data,
+                    target=target,
+                    path=path,
+                    kind=kind,
+                    rounding=rounding,
+                )
         written.append(Exported(path, _size(path), target))
         if progress is not None:
             progress(target)
     return as_result(trained, [exported.target for exported in written]), written
+
+
+def _round_as_gguf_(
+    model: Any,  # noqa: ANN401  # a `CausalModel`
+    trained: Trained,
+    operator: str,
+    gguf_type: str | None,
+) -> gguf.StoredModel:
+    """Gives a model the values that its weights have in a GGUF file; returns the content of it."""
+    weights = target_weights(trained.recipe, model)
+    stored = gguf.encode(
+        model.model,
+        find_gguf_source(trained.recipe.model.name),
+        operator=operator,
+        weights={name.removeprefix("model."): weight for name, weight in weights.items()},
+        kind=gguf_type,
+    )
+    gguf.round_as_stored_(model.model, stored)
+    return stored
 
 
 def _write(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_language import LENGTH, RECIPE, SETTINGS, SHAPE, byte_tokenizer, causal_folder
+from tiny_language import LENGTH, RECIPE, SETTINGS, causal_folder, write_gguf
 from tiny_texts import model_folder, tokenizer
 
 from torchcram.experiments.models import text as text_models
@@ -189,60 +189,6 @@ def test_the_file_of_the_package_is_found_without_running_its_code(tmp_path, mon
     (models / "smollm2-135m").mkdir()
     (models / "smollm2-135m" / "config.json").write_text("{}")
     assert find_model("smollm2-135m") == str(models / "smollm2-135m")
-
-
-def write_gguf(path, decoder, architecture="llama"):
-    """Writes the small Llama of a folder as GGUF; returns its weights."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, architecture)
-    width, heads = SHAPE["hidden_size"], SHAPE["num_attention_heads"]
-    writer.add_block_count(SHAPE["num_hidden_layers"])
-    writer.add_context_length(SHAPE["max_position_embeddings"])
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_dimension_count(width // heads)
-    writer.add_rope_freq_base(10000.0)
-    size = byte_tokenizer(path.parent / "tokens")
-    vocabulary = load_tokenizer(str(decoder)).get_vocab() | {"ab": size}  # for a merge
-    writer.add_vocab_size(size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
-    writer.add_token_types([3] + [1] * size)
-    writer.add_token_merges(["a b"])
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id):
-        add(0)
-    stored = load_file(decoder / "model.safetensors")
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    writer.add_tensor("token_embd.weight", stored["model.embed_tokens.weight"].numpy())
-    writer.add_tensor("output_norm.weight", stored["model.norm.weight"].numpy())
-    for layer in range(SHAPE["num_hidden_layers"]):
-        for ours, theirs in names.items():
-            value = stored[f"model.layers.{layer}.{ours}.weight"]
-            if theirs in ("attn_q", "attn_k"):  # GGUF has the halves of rotations interleaved
-                count = heads if theirs == "attn_q" else SHAPE["num_key_value_heads"]
-                shape = (count, 2, len(value) // count // 2, -1)
-                value = value.view(shape).transpose(1, 2).reshape(value.shape)
-            writer.add_tensor(f"blk.{layer}.{theirs}.weight", value.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return stored
 
 
 def test_a_gguf_file_is_read_trained_from_and_can_be_saved(decoder, tmp_path, capfd):

@@ -1,6 +1,9 @@
 """Causal language models with a few weights, and a few lines of running text."""
 
+import json
+
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 LENGTH = 16  # tokens of a block
@@ -23,6 +26,10 @@ SHAPE = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
 
 
 def byte_tokenizer(folder):
@@ -62,3 +69,60 @@ def text_folder(folder, name="wiki-paragraphs"):
         paragraphs = [f"The castle of king {n} was built in {1800 + n}." for n in range(count)]
         (folder / name / f"{split}.txt").write_text("\n\n".join(paragraphs) + "\n")
     return folder
+
+
+def write_gguf(path, decoder, architecture="llama"):
+    """Writes the small Llama of a folder as GGUF; returns its weights."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    writer = gguf.GGUFWriter(path, architecture)
+    shape = json.loads((decoder / "config.json").read_text())
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_rope_freq_base(10000.0)
+    size = byte_tokenizer(path.parent / "tokens")
+    vocabulary = AutoTokenizer.from_pretrained(decoder).get_vocab() | {"ab": size}  # for a merge
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([3] + [1] * size)
+    writer.add_token_merges(["a b"])
+    writer.add_chat_template(TEMPLATE)
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id):
+        add(0)
+    stored = load_file(decoder / "model.safetensors")
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    writer.add_tensor("token_embd.weight", stored["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", stored["model.norm.weight"].numpy())
+    for layer in range(shape["num_hidden_layers"]):
+        for ours, theirs in names.items():
+            value = stored[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in ("attn_q", "attn_k"):  # GGUF has the halves of rotations interleaved
+                count = heads if theirs == "attn_q" else shape["num_key_value_heads"]
+                halves = value.view(count, 2, len(value) // count // 2, -1)
+                value = halves.transpose(1, 2).reshape(value.shape)
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchcram.experiments.models.text import find_source, named_errors, quiet
+from torchcram.experiments.models.text import GGUF, find_model, find_source, named_errors, quiet
 
 
 class CausalModel(nn.Module):
@@ -81,6 +82,24 @@ def build_causal_model(name: str, *, pretrained: bool, checkpointing: bool = Fal
             kept = {"use_reentrant": False, "preserve_rng_state": _has_dropout(model)}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept)
     return CausalModel(model.train())
+
+
+def find_gguf_source(name: str) -> Path:
+    """Returns the GGUF file that a model is read from.
+
+    Args:
+        name: Name of the model, as `find_model` takes it.
+
+    Raises:
+        ValueError: If the model is not read from a GGUF file.
+    """
+    source = find_model(name)
+    if not source.endswith(GGUF):
+        raise ValueError(
+            f"model {name!r} is read from {source}, which is not a GGUF file; only a model that is "
+            "read from one can be written as one, because its tokenizer and metadata are copied"
+        )
+    return Path(source)
 
 
 def _has_dropout(model: nn.Module) -> bool:
