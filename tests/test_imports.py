@@ -52,6 +52,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_every_module_of_the_experiments_can_be_imported_first():
     source = Path(torchcram.__file__).parent
