@@ -1,4 +1,4 @@
-"""Linear layers that stay dense, with their weight in the layout of oneDNN."""
+"""Layers that stay dense, with their weight in the layout of oneDNN."""
 
 import copy
 import io
@@ -11,7 +11,12 @@ from torch import nn
 
 from torchcram import runtime
 from torchcram.runtime.cpu import replace_layers
-from torchcram.runtime.cpu.reordered import ReorderedLinear, _reordered, can_reorder
+from torchcram.runtime.cpu.reordered import (
+    ReorderedConv2d,
+    ReorderedLinear,
+    _reordered,
+    can_reorder,
+)
 
 pytestmark = [
     pytest.mark.skipif(not can_reorder(), reason="this torch has no oneDNN"),
@@ -40,6 +45,32 @@ def test_the_outputs_are_those_of_a_linear_layer(inputs, outputs, tokens, bias, 
     layer, x = nn.Linear(inputs, outputs, bias=bias), torch.randn(*tokens, inputs)
     with torch.no_grad():
         torch.testing.assert_close(ReorderedLinear(layer)(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+@given(
+    images=st.integers(0, 3),
+    channels=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    channels_last=st.booleans(),
+    bias=st.booleans(),
+)
+def test_the_outputs_are_those_of_a_convolution(
+    images, channels, size, kernel, stride, padding, dilation, channels_last, bias
+):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(*channels, kernel, stride, padding, dilation, bias=bias)
+    x = torch.randn(images, channels[0], *size)
+    if channels_last:
+        layer, x = (each.to(memory_format=torch.channels_last) for each in (layer, x))
+    fast = ReorderedConv2d(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), layer(x), rtol=1e-4, atol=1e-4)
+        if images:
+            torch.testing.assert_close(fast(x[0]), layer(x[0]), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -110,6 +141,18 @@ def test_prepare_uses_it_for_dense_layers_where_it_is_faster():
     with torch.no_grad():
         for other in others:
             torch.testing.assert_close(other(x), model(x))
+
+
+@pytest.mark.usefixtures("_onednn_wins")
+@pytest.mark.parametrize("fuse", [True, False])
+def test_convolutions_of_a_model(fuse):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x = torch.randn(20, 3, 9, 9)
+    fast = runtime.prepare(model.eval(), x, fuse=fuse)
+    assert any(isinstance(layer, ReorderedConv2d) for layer in fast.modules())
+    with torch.no_grad():
+        for other in (fast, copy.deepcopy(fast), torch.compile(fast, backend="aot_eager")):
+            torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("_onednn_wins")

@@ -22,7 +22,7 @@ from torchcram.runtime.cpu.fuse import (
     lay_images_innermost_,
 )
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d
-from torchcram.runtime.cpu.reordered import ReorderedLinear
+from torchcram.runtime.cpu.reordered import ReorderedConv2d, ReorderedLinear
 from torchcram.runtime.cpu.replace_layers import (
     Choice,
     Inputs,
@@ -132,7 +132,8 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
     encoder = copy.deepcopy(fast)
     if fuse and fuse_encoder_(encoder) and agrees(encoder, int8=eight):
         fast = encoder
-    changed = any(isinstance(layer, (PackedLayer, ReorderedLinear)) for layer in fast.modules())
+    new = (PackedLayer, ReorderedLinear, ReorderedConv2d)
+    changed = any(isinstance(layer, new) for layer in fast.modules())
     slower = changed and _slower(dense, fast, example)
     if slower:
         return with_report(dense, [_stays_dense(choice, slower) for choice in choices])

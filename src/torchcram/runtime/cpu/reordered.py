@@ -1,14 +1,15 @@
-"""Linear layers that stay dense, with the weight in the memory layout that oneDNN multiplies with.
+"""Layers that stay dense, with the weight in the memory layout that oneDNN computes with.
 
-`torch.nn.Linear` keeps its weight row by row, and MKL or oneDNN rearranges it at every call. Here
-oneDNN, which is part of torch, rearranges it once.
+Linear and Conv2d layers of torch keep their weight row by row, and MKL or oneDNN rearranges it at
+every call. Here oneDNN, which is part of torch, rearranges it once.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from torch.nn import functional
 from torchcram.runtime.cpu.ops import operators, register
 
 operators.define("reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+operators.define(
+    "reordered_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+    "int[] dilation) -> Tensor"
+)
 
 
 class _Reordered(NamedTuple):
@@ -36,14 +41,14 @@ class _Reordered(NamedTuple):
 _reordered: dict[int, _Reordered] = {}
 
 
-def _layout_of(weight: Tensor, tokens: int) -> Tensor:
+def _layout_of(weight: Tensor, reorder: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns a weight in the layout of oneDNN, from an earlier call unless it has changed."""
     key, state = id(weight), (weight.data_ptr(), weight._version)
     known = _reordered.get(key)
     if known is not None and known.state == state and known.weight() is weight:
         return known.layout
     with torch.no_grad():
-        layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), tokens)
+        layout = reorder(weight.detach())
     reference = weakref.ref(weight, lambda _: _reordered.pop(key, None))
     _reordered[key] = _Reordered(reference, state, layout)
     return layout
@@ -60,7 +65,9 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not _suits(x, weight):
         return functional.linear(x, weight, bias)
     tokens = x.reshape(-1, x.shape[-1])
-    layout = _layout_of(weight, len(tokens))
+    layout = _layout_of(
+        weight, lambda plain: torch.ops.mkldnn._reorder_linear_weight(plain, len(tokens))
+    )
     y: Tensor = torch.ops.mkldnn._linear_pointwise(tokens, layout, bias, "none", [], "")
     return y.view(*x.shape[:-1], len(weight))
 
@@ -70,6 +77,34 @@ def _shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
 
 
 register("reordered_linear", _run, shape=_shape, dense=functional.linear)
+
+
+def _run_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    if (
+        weight.is_inference()
+        or x.dim() != 4
+        or x.numel() == 0
+        or not x.dtype == weight.dtype == torch.float32
+        or x.shape[1] != weight.shape[1]
+    ):
+        return functional.conv2d(x, weight, bias, stride, padding, dilation)
+    shape = (padding, stride, dilation, 1)
+    layout = _layout_of(
+        weight,
+        lambda plain: torch.ops.mkldnn._reorder_convolution_weight(plain, *shape, list(x.shape)),
+    )
+    y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, layout, bias, *shape, "none", [], "")
+    return y
+
+
+register("reordered_conv2d", _run_conv2d, shape=functional.conv2d, dense=functional.conv2d)
 
 
 class ReorderedLinear(nn.Linear):
@@ -93,12 +128,47 @@ class ReorderedLinear(nn.Linear):
         return y
 
 
+class ReorderedConv2d(nn.Conv2d):
+    """A convolution without groups whose weight oneDNN rearranges once, like `ReorderedLinear`.
+
+    Args:
+        layer: Layer to compute, padded with zeros by a number of pixels.
+    """
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        geometry: Any = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        channels = (layer.in_channels, layer.out_channels)
+        super().__init__(*channels, *geometry, bias=False, device="meta")  # type: ignore[misc]
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as in torch
+        """Maps (images, inputs, rows, columns), or a single image, to the outputs."""
+        y: Tensor = torch.ops.torchcram.reordered_conv2d(
+            input, self.weight, self.bias, self.stride, self.padding, self.dilation
+        )
+        return y
+
+
+def reordered(layer: nn.Module) -> nn.Module:
+    """Returns a Linear or Conv2d layer whose weight oneDNN rearranges once."""
+    if isinstance(layer, nn.Linear):
+        return ReorderedLinear(layer)
+    assert isinstance(layer, nn.Conv2d)  # noqa: S101
+    return ReorderedConv2d(layer)
+
+
 @functools.cache
 def can_reorder() -> bool:
     """Returns whether this build of torch has oneDNN and the operators used here."""
     try:
-        layer, x = nn.Linear(16, 16), torch.ones(2, 16)
         with torch.inference_mode(False), torch.no_grad():
-            return bool(torch.allclose(ReorderedLinear(layer)(x), layer(x), atol=1e-5))
+            return all(
+                torch.allclose(reordered(layer)(x), layer(x), atol=1e-5)
+                for layer, x in (
+                    (nn.Linear(16, 16), torch.ones(2, 16)),
+                    (nn.Conv2d(16, 16, 3, padding=1), torch.ones(2, 16, 4, 4)),
+                )
+            )
     except (AttributeError, RuntimeError):
         return False

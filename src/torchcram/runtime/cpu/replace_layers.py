@@ -16,7 +16,7 @@ from torchcram.kernels.cpu.library import has_int8
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d, SparseLinear, SparseLinearInt8
 from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
-from torchcram.runtime.cpu.reordered import ReorderedLinear, can_reorder
+from torchcram.runtime.cpu.reordered import can_reorder, reordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,7 +216,7 @@ def choose_by_timing(
 ) -> tuple[Choice, nn.Module | None]:
     """Times a layer with an input like its own; returns the choice, and the new layer if faster.
 
-    A Linear layer that does not become sparse may have its weight in the layout of oneDNN.
+    The weight of a layer that does not become sparse may be in the layout of oneDNN.
 
     Args:
         name: Name of the layer.
@@ -229,7 +229,7 @@ def choose_by_timing(
     """
     kind, sparsity = type(layer).__name__, sparsity_of(layer)
     few = sparsity < _LEAST and not int8
-    if few and not _can_reorder(layer):
+    if few and not can_reorder():
         return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
     alike = f"{layer} {received.shape} {received.stride} {sparsity:.2f}"
     if alike not in timings:
@@ -237,7 +237,7 @@ def choose_by_timing(
     times = dict(timings[alike])
     dense_ms, reordered_ms = times.pop("dense"), times.pop("reordered", float("inf"))
     if _MARGIN * reordered_ms < dense_ms:
-        dense, least = ReorderedLinear(layer), reordered_ms  # type: ignore[arg-type]
+        dense, least = reordered(layer), reordered_ms
         note = f"oneDNN, which rearranges the weight once, is {dense_ms / least:.2f} times as fast"
     else:
         dense, least, note = None, dense_ms, ""
@@ -260,17 +260,13 @@ def choose_by_timing(
     return Choice(name, kind, sparsity, True, reason, least, times[best]), new
 
 
-def _can_reorder(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) and can_reorder()
-
-
 def _measure(
     layer: nn.Module, received: LayerInput, *, sparse: bool, int8: bool, innermost: bool
 ) -> dict[str, float]:
     x = received.sample()
     work: dict[str, Callable[[], object]] = {"dense": functools.partial(layer, x)}
-    if isinstance(layer, nn.Linear) and can_reorder():
-        work["reordered"] = functools.partial(ReorderedLinear(layer), x)
+    if can_reorder():
+        work["reordered"] = functools.partial(reordered(layer), x)
     if sparse:
         work["sparse"] = functools.partial(sparse_version(layer), x)
         if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
