@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchcram.experiments.evaluation.compressed_models import score_on_test
 from torchcram.experiments.io.weights import load_model_, save_model, state_on_cpu
@@ -12,12 +12,35 @@ from torchcram.experiments.tasks import Score
 from torchcram.experiments.training.log import LOG, EpochRecord, read_log
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+    import torch
+    from torch import nn
+
+    from torchcram.experiments.ranks import Ranks
     from torchcram.experiments.recipe.schema import Recipe
-    from torchcram.experiments.training.trainer import Epochs, Trainer
 
 BEST = "best-{:04d}.safetensors"  # best model of early stopping, with its round
+
+
+class Training(Protocol):
+    """What a policy needs to know of a training; a `Trainer` has all of it."""
+
+    recipe: Recipe
+    data: Any
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    done: int
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """Model to test and save, on this rank."""
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        """Gives the model to test for a `with` block, that all ranks enter together."""
 
 
 class StopPolicy:
@@ -28,7 +51,7 @@ class StopPolicy:
         self._epochs = 0
         self._last: EpochRecord | None = None
 
-    def begin(self, trainer: Trainer) -> tuple[Recipe, Any]:
+    def begin(self, trainer: Training) -> tuple[Recipe, Any]:
         """Returns the recipe and the dataset of the epochs."""
         self._epochs = trainer.recipe.train.epochs
         return trainer.recipe, trainer.data
@@ -56,11 +79,11 @@ class StopPolicy:
         """Returns the number of epochs where it is not that of the recipe, otherwise None."""
         return None
 
-    def finish(self, epochs: Epochs) -> Score:
-        """Returns the score of the model."""
+    def finish(self, score: Callable[[], Score]) -> Score:
+        """Returns the score of the model, if necessary by calling `score`."""
         last = self._last
         if last is None or last.accuracy is None:  # it was killed after the last checkpoint
-            return epochs.score()
+            return score()
         return Score(last.accuracy, last.metric, last.others)
 
     def clean_up(self) -> None:
@@ -78,7 +101,7 @@ class EarlyStopping(StopPolicy):
     def __init__(self) -> None:
         super().__init__(1, 1)
 
-    def begin(self, trainer: Trainer) -> tuple[Recipe, Any]:
+    def begin(self, trainer: Training) -> tuple[Recipe, Any]:
         """Returns the recipe in rounds instead of epochs, and the dataset with a held-out part."""
         recipe, stop = trainer.recipe, trainer.recipe.train.early_stopping
         if stop is None:
@@ -128,7 +151,7 @@ class EarlyStopping(StopPolicy):
         """Returns the number of epochs that `done` rounds are."""
         return done / self._tests
 
-    def finish(self, epochs: Epochs) -> Score:  # noqa: ARG002
+    def finish(self, score: Callable[[], Score]) -> Score:  # noqa: ARG002
         """Loads the best model; returns its score on the test split."""
         trainer, model = self._trainer, self._trainer.eval_model
         path = trainer.folder / BEST.format(self._best_round())

@@ -335,7 +335,7 @@ class Trainer:
                     policy.note_checkpoint()
                 epochs.report(record.epoch, record)
         self._finish_method()
-        score = policy.finish(epochs) if self.recipe.method is None else epochs.score()
+        score = policy.finish(epochs.score) if self.recipe.method is None else epochs.score()
         with self.whole_model() as model:
             if self.ranks.is_first:
                 save_model(model, self.folder / MODEL)
