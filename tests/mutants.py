@@ -58,6 +58,12 @@ COMBINED = ("tests/optim/test_combined_gradients.py",)
 CHAINS = ("tests/operators/test_chain.py",)
 PARTS = ("tests/test_split_batch.py",)
 TRANSFORMERS = ("tests/integrations/test_transformers.py",)
+REORDERED = ("tests/runtime/cpu/test_runtime_reordered.py",)
+GENERATION = ("tests/runtime/cpu/test_runtime_generation.py",)
+OUTPUTS = ("tests/runtime/test_outputs.py",)
+AS_EXACT = (
+    "tests/runtime/cpu/test_runtime_prepare.py::test_sums_that_cancel_may_differ_as_much_as_they_do_from_float64",
+)
 LIGHTNING = ("tests/integrations/test_lightning.py",)
 PACKED = ("tests/integrations/test_compressed_tensors.py",)
 GGUF = ("tests/integrations/test_gguf.py",)
@@ -292,6 +298,23 @@ MUTANTS = [
         (
             f"{RECIPE_METHODS[0]}::test_a_schedule_that_ends_after_the_training_is_refused_before_it",
         ),
+    ),
+    Mutant("runtime/cpu/reordered.py", "known.state == state and ", "", REORDERED),
+    Mutant("runtime/cpu/reordered.py", ", lambda _: _reordered.pop(key, None))", ")", REORDERED),
+    Mutant(
+        "runtime/cpu/prepare.py",
+        "<= _AS_EXACT * error < _ROUGH",
+        "< _ROUGH",
+        ("tests/runtime/cpu/test_runtime_prepare.py",),
+    ),
+    Mutant("runtime/cpu/prepare.py", "<= _AS_EXACT * error < _ROUGH", "<= error / 2", AS_EXACT),
+    Mutant("runtime/outputs.py", "if children.keys() != others.keys():", "if False:", OUTPUTS),
+    Mutant("runtime/cpu/decoder.py", "cache.length = past + 1", "cache.length = past", GENERATION),
+    Mutant(
+        "runtime/cpu/row_matrix.py",
+        "scales = weight.abs().amax(1) / 127",
+        "scales = weight.abs().amax(1) / 128",
+        GENERATION,
     ),
 ]
 

@@ -255,7 +255,7 @@ def test_sums_that_cancel_may_differ_as_much_as_they_do_from_float64(wrong, monk
         model[0].weight[:, 0], model[0].weight[:, -1] = 1, -1
         x[:, 0] = x[:, -1] = 1e3
     if wrong:
-        monkeypatch.setattr(SparseLinear, "forward", lambda self, x: 1.01 * x @ self.weight.t())
+        monkeypatch.setattr(SparseLinear, "forward", lambda self, x: 1.005 * x @ self.weight.t())
     fast = prepare(model, x)
     assert runtime.report(fast)[0].sparse == (not wrong)
     assert wrong or relative_error(fast(x), model(x)) > 2e-5
