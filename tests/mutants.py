@@ -303,11 +303,16 @@ MUTANTS = [
     Mutant("runtime/cpu/reordered.py", ", lambda _: _reordered.pop(key, None))", ")", REORDERED),
     Mutant(
         "runtime/cpu/prepare.py",
-        "<= _AS_EXACT * error < _ROUGH",
+        "<= _AS_EXACT * output_error(exact(), expected) < _ROUGH",
         "< _ROUGH",
         ("tests/runtime/cpu/test_runtime_prepare.py",),
     ),
-    Mutant("runtime/cpu/prepare.py", "<= _AS_EXACT * error < _ROUGH", "<= error / 2", AS_EXACT),
+    Mutant(
+        "runtime/cpu/prepare.py",
+        "_AS_EXACT, _ROUGH = 4, 0.01",
+        "_AS_EXACT, _ROUGH = 0.5, 0.01",
+        AS_EXACT,
+    ),
     Mutant("runtime/outputs.py", "if children.keys() != others.keys():", "if False:", OUTPUTS),
     Mutant("runtime/cpu/decoder.py", "cache.length = past + 1", "cache.length = past", GENERATION),
     Mutant(

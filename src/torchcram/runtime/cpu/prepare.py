@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -106,6 +106,7 @@ def _without_kernel(model: nn.Module) -> list[Choice]:
 def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> nn.Module:
     """Returns the fastest model that has the outputs of `dense` for the example."""
     expected = call(dense, example)
+    exact = cache(partial(_in_float64, dense, example))
 
     def agrees(other: nn.Module, *, int8: bool) -> bool:
         try:
@@ -114,7 +115,9 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
             return False
         if outputs_close(expected, actual, _CLOSE_INT8 if int8 else _CLOSE):
             return True
-        return not int8 and _as_exact(dense, example, expected, actual)
+        if int8 or exact() is None:
+            return False
+        return output_error(exact(), actual) <= _AS_EXACT * output_error(exact(), expected) < _ROUGH
 
     graph = as_graph(copy.deepcopy(dense)) if fuse else None
     fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
@@ -140,17 +143,15 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
     return with_report(fast, choices)
 
 
-def _as_exact(dense: nn.Module, example: Inputs, expected: object, actual: object) -> bool:
-    """Returns whether outputs are as close to those in float64 as the dense outputs are.
+def _in_float64(model: nn.Module, example: Inputs) -> object | None:
+    """Returns the outputs of a model in float64, or None if it does not run in float64.
 
     Deep models may amplify rounding errors, so that their outputs depend on the order of sums.
     """
     try:
-        exact = call(copy.deepcopy(dense).double(), _as_double(example))
+        return call(copy.deepcopy(model).double(), _as_double(example))
     except Exception:  # noqa: BLE001  such as an operator without float64
-        return False
-    error = output_error(exact, expected)
-    return output_error(exact, actual) <= _AS_EXACT * error < _ROUGH
+        return None
 
 
 def _as_double(inputs: Any) -> Any:  # noqa: ANN401

@@ -54,15 +54,21 @@ def _layout_of(weight: Tensor, reorder: Callable[[Tensor], Tensor]) -> Tensor:
     return layout
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether oneDNN can compute a product with a weight whose changes torch counts."""
-    if weight.is_inference() or x.dim() < 2 or x.numel() == 0:
+def _suits(x: Tensor, weight: Tensor, dim: int) -> bool:
+    """Returns whether oneDNN can compute with a weight whose changes torch counts.
+
+    Args:
+        x: Inputs of the layer.
+        weight: Weight (outputs, inputs, ...).
+        dim: Dimension of `x` with the inputs.
+    """
+    if weight.is_inference() or x.numel() == 0 or x.shape[dim] != weight.shape[1]:
         return False
-    return x.dtype == weight.dtype == torch.float32 and x.shape[-1] == weight.shape[1]
+    return x.dtype == weight.dtype == torch.float32
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not _suits(x, weight):
+    if x.dim() < 2 or not _suits(x, weight, -1):
         return functional.linear(x, weight, bias)
     tokens = x.reshape(-1, x.shape[-1])
     layout = _layout_of(
@@ -87,13 +93,7 @@ def _run_conv2d(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    if (
-        weight.is_inference()
-        or x.dim() != 4
-        or x.numel() == 0
-        or not x.dtype == weight.dtype == torch.float32
-        or x.shape[1] != weight.shape[1]
-    ):
+    if x.dim() != 4 or not _suits(x, weight, 1):
         return functional.conv2d(x, weight, bias, stride, padding, dilation)
     shape = (padding, stride, dilation, 1)
     layout = _layout_of(

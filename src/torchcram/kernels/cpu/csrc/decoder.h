@@ -108,6 +108,12 @@ struct RowReader {
   }
 };
 
+template <int R, int T>
+TORCHCRAM_INLINE void add_lanes(const Vector (&total)[R][T], float (&sums)[R][T]) {
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps((__m512)total[r][t]);
+}
+
 // A register of some value that the compiler does not know. Values are expanded into it: on Zen 4
 // that takes half as long as expansion with zero masking.
 TORCHCRAM_INLINE __m512i opaque(__m512i value) {
@@ -121,9 +127,7 @@ TORCHCRAM_VBMI2 void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_
                                     float (&sums)[R][T]) {
   RowReader<R> rows(m, in, row);
   const __m512i middle = opaque(_mm512_set1_epi8(-128));
-  __m512 total[R][T];
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  Vector total[R][T] = {};
   for (int64_t g = 0; g < rows.groups; ++g) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -140,13 +144,11 @@ TORCHCRAM_VBMI2 void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_
         const int64_t at = t * rows.groups + g;
         const __m512i products = _mm512_dpbusd_epi32(
             _mm512_loadu_si512(in.offsets + at * 16), w, _mm512_loadu_si512(in.bytes + at * 64));
-        total[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_set1_ps(in.scales[at]),
-                                      total[r][t]);
+        total[r][t] += (Vector)_mm512_cvtepi32_ps(products) * in.scales[at];
       }
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+  add_lanes(total, sums);
 }
 
 template <int T, int R, bool Masked>
@@ -155,9 +157,7 @@ TORCHCRAM_VBMI2 void multiply_halves(const RowMatrix& m, const Inputs& in, int64
   RowReader<R> rows(m, in, row);
   const __m512i zero = opaque(_mm512_setzero_si512());
   const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
-  __m512 total[R][T];
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  Vector total[R][T] = {};
   for (int64_t g = 0; g < rows.groups; ++g) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -171,24 +171,23 @@ TORCHCRAM_VBMI2 void multiply_halves(const RowMatrix& m, const Inputs& in, int64
         } else {
           rows.values[r] += 64;
         }
-        const __m512 even = (__m512)_mm512_slli_epi32(w, 16);
-        const __m512 odd = (__m512)_mm512_and_si512(w, high);
+        const Vector even = (Vector)_mm512_slli_epi32(w, 16);
+        const Vector odd = (Vector)_mm512_and_si512(w, high);
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           const float* x = in.halves + t * in.stride + g * kMaskBits + 32 * part;
-          total[r][t] = _mm512_fmadd_ps(even, _mm512_loadu_ps(x), total[r][t]);
-          total[r][t] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(x + 16), total[r][t]);
+          total[r][t] += even * load(x);
+          total[r][t] += odd * load(x + 16);
         }
       }
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+  add_lanes(total, sums);
 }
 
 // The next 16 values of a row as floats, or those of a mask and zeros in between.
 template <int Kind, bool Masked>
-TORCHCRAM_INLINE __m512 next_values(const char*& values, __mmask16 mask, __m512i zero) {
+TORCHCRAM_INLINE Vector next_values(const char*& values, __mmask16 mask, __m512i zero) {
   __m512i w;
   if (Kind == kFloats)
     w = _mm512_loadu_si512(values);
@@ -200,34 +199,31 @@ TORCHCRAM_INLINE __m512 next_values(const char*& values, __mmask16 mask, __m512i
   constexpr int bytes = Kind == kFloats ? 4 : Kind == kBfloats ? 2 : 1;
   values += bytes * (Masked ? __builtin_popcount(mask) : 16);
   if (Masked) w = _mm512_mask_expand_epi32(zero, mask, w);
-  return Kind == kBytes ? _mm512_cvtepi32_ps(w) : (__m512)w;
+  return Kind == kBytes ? (Vector)_mm512_cvtepi32_ps(w) : (Vector)w;
 }
 
 template <int T, int R, int Kind, bool Masked>
 void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
   RowReader<R> rows(m, in, row);
   const __m512i zero = opaque(_mm512_setzero_si512());
-  __m512 total[R][T];
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) total[r][t] = _mm512_setzero_ps();
+  Vector total[R][T] = {};
   for (int64_t g = 0; g < rows.groups; ++g) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const uint64_t mask = Masked ? rows.masks[r * rows.groups + g] : 0;
 #pragma GCC unroll 4
       for (int part = 0; part < 4; ++part) {
-        const __m512 w =
+        const Vector w =
             next_values<Kind, Masked>(rows.values[r], __mmask16(mask >> (16 * part)), zero);
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           const float* x = in.x + t * in.stride + g * kMaskBits + 16 * part;
-          total[r][t] = _mm512_fmadd_ps(w, _mm512_loadu_ps(x), total[r][t]);
+          total[r][t] += w * load(x);
         }
       }
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps(total[r][t]);
+  add_lanes(total, sums);
 }
 
 template <int T, int R, bool Masked>
