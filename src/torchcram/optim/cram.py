@@ -7,7 +7,6 @@ rho  factor of the ascent           g~   what the base optimizer steps with
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from torchcram.optim.gradients import (
 from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.sampler import OperatorSampler
-from torchcram.optim.step_state import Backup, RngState, StepState, SwappedCopies, UndoStack
+from torchcram.optim.step_state import Backup, RngState, StepState, UndoStack
 from torchcram.optim.wrapper import Wrapper
 from torchcram.sharding import ShardContext
 from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
@@ -130,7 +129,7 @@ class CrAM(Wrapper):
         self._sampler = OperatorSampler(choices if rule.compresses else (), mask_interval, seed)
         self._guard = NonFiniteGuard(base, self._shard_context, self._sampler.forget_all)
         self._step_state = StepState()
-        self._backup: Backup | SwappedCopies = Backup(self._shard_context)
+        self._backup = Backup(self._shard_context)
         self._undo = UndoStack()  # leads from w~ back to w
         require_alike(self)
         mark_trained(model, self.weights)
@@ -166,7 +165,6 @@ class CrAM(Wrapper):
         at_compressed = torch.enable_grad()(compressed_closure or closure)
         self._step_state.passes, self._step_state.ready = [], False
         rng_state = self._rng_state()
-        self._compress_early()
         loss = closure()  # g
         for _ in self.rule.passes:
             with self.compressed() as needed:
@@ -258,44 +256,9 @@ class CrAM(Wrapper):
 
     def _compress_(self) -> Masks | None:
         """Compresses the weights with the operator that this step has drawn."""
-        state = self._step_state
-        if not state.early:
-            return self._compress_copies_(local_weights(self.weights))
-        masks, state.early, state.early_masks = state.early_masks, False, None
-        return masks
-
-    def _compress_copies_(self, weights: Weights) -> Masks | None:
-        plan, at = self._step_state.plan, len(self._step_state.passes)
-        return self._sampler.compress_(plan, weights, at=at)
-
-    def _compress_early(self) -> None:
-        """Computes w~ = C(w) beside the pass at w, where no ascent makes it depend on g."""
-        if not isinstance(self._backup, SwappedCopies):
-            return
-        pass_ = self._next_pass()
-        if pass_.compress and not self._ascends(pass_):
-            masks = self._backup.compress_early(self.weights, self._compress_copies_)
-            self._step_state.early, self._step_state.early_masks = True, masks
-
-    @contextmanager
-    def captured(self) -> Iterator[None]:
-        """Computes w~ in other memory than that of w, for a `with` block that captures steps.
-
-        The weights of recurrent layers stay in their memory, which cuDNN wants in one piece. The
-        environment variable TORCHCRAM_OVERLAP=1 enables this until it has been timed on a GPU.
-        """
-        recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
-        if recurrent or os.environ.get("TORCHCRAM_OVERLAP") != "1":
-            yield
-            return
-        backup = self._backup
-        self._backup = SwappedCopies(self._parameters()[0].device)
-        try:
-            yield
-        finally:
-            self._backup = backup
-            self._step_state.passes, self._step_state.early = [], False
-            self._step_state.early_masks = None
+        local = local_weights(self.weights)
+        at = len(self._step_state.passes)
+        return self._sampler.compress_(self._step_state.plan, local, at=at)
 
     def _drop_copies(self) -> None:
         """Drops the copies of the weights that autocast and FSDP have made."""

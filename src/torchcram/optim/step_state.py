@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchcram.layers import like
 from torchcram.optim.sampler import StepPlan
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from torchcram.layers import Masks, Weights
     from torchcram.optim.gradients import Gradients
     from torchcram.optim.rules import Pass
     from torchcram.sharding import ShardContext
@@ -32,16 +30,12 @@ class StepState:
         passes: Passes that are left in the step; those of a plain step do nothing.
         g: Gradient at w while a compressed pass is under way, otherwise None.
         ready: Whether `.grad` holds g~, so that a step may be taken.
-        early: Whether w~ of the next pass is computed already, with `early_masks`.
-        early_masks: Masks of that point, if its operator has any.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     passes: list[Pass] = field(default_factory=list)
     g: Gradients | None = None
     ready: bool = False
-    early: bool = False
-    early_masks: Masks | None = None
 
 
 class UndoStack:
@@ -104,66 +98,6 @@ class Backup:
             held = (parameter, torch.empty_like(local))
             self._copies[id(parameter)] = held
         return held[1]
-
-
-class SwappedCopies:
-    """Copies that take the place of parameters, so that no data moves when w is put back.
-
-    The parameters keep their identity and point to other memory. That suits steps captured as CUDA
-    graphs, which read the addresses that they were captured with; elsewhere `Backup` leaves the
-    parameters where others may rely on them to be.
-
-    Args:
-        device: Device of the parameters. On CUDA, `compress_early` works on a stream of its own.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._early: tuple[list[Tensor], list[Tensor]] | None = None
-        self._saved: list[tuple[Tensor, Tensor]] = []  # parameters and their own memory
-
-    def compress_early(
-        self, weights: Weights, compress_: Callable[[Weights], Masks | None]
-    ) -> Masks | None:
-        """Compresses copies of `weights`, beside what the current stream does until `save`.
-
-        Args:
-            weights: Weights that are not sharded.
-            compress_: Function that compresses weights in place.
-
-        Returns:
-            Masks, which the current stream may read after `save`.
-        """
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):  # None changes nothing
-            copies = [weight.detach().clone() for weight in weights.values()]
-            masks = compress_(like(weights, dict(zip(weights, copies, strict=True))))
-        self._early = (list(weights.values()), copies)
-        return masks
-
-    @torch.no_grad()
-    def save(self, parameters: Iterable[Tensor]) -> None:
-        """Lets `parameters` point to copies: those that are compressed already, or new ones."""
-        if self._early is not None:
-            saved, copies = self._early
-            self._early = None
-            if self._stream is not None:
-                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        else:
-            saved = list(parameters)
-            copies = [torch.empty_like(parameter) for parameter in saved]
-            if saved:
-                torch._foreach_copy_(copies, saved)
-        self._saved = [(parameter, parameter.data) for parameter in saved]
-        for parameter, copy in zip(saved, copies, strict=True):
-            parameter.data = copy
-
-    def restore(self) -> None:
-        """Lets the parameters point to their own memory; calling it again changes nothing."""
-        for parameter, own in self._saved:
-            parameter.data = own
-        self._saved = []
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
