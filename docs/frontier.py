@@ -115,11 +115,20 @@ def read_form(panel: str, form: str, results: Path = RESULTS) -> list[Result]:
 
 
 def read_curves(results: Path = RESULTS) -> dict[str, Curves]:
-    """Returns all that the picture shows, by panel; the PNG file carries it as its description."""
+    """Returns the points of every panel that has results."""
     return {
         panel: curves
         for panel in PANELS
         if any((curves := _curves(panel, results))[DENSE].values())
+    }
+
+
+def several_lengths(results: Path = RESULTS) -> dict[str, Curves]:
+    """Returns the panels in which a form was trained for several lengths; the others say little."""
+    return {
+        panel: curves
+        for panel, curves in read_curves(results).items()
+        if any(len(points) > 1 for points in curves[DENSE].values())
     }
 
 
@@ -171,24 +180,24 @@ def update(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
     """Puts the tables into their sections of a page.
 
     Returns:
-        The text of the page, and the panels with results that have no section there.
+        The text of the page, and the panels with several lengths that have no section there.
     """
     missing = []
-    for panel in read_curves(results):
+    for panel in several_lengths(results):
         text, known = figures.update_section(text, "frontier", panel, table(panel, results))
         missing += [] if known else [panel]
     return text, missing
 
 
 def draw(results: Path = RESULTS, picture: Path = PICTURE) -> None:
-    """Writes the picture.
+    """Writes the picture; the PNG file carries its numbers as its description.
 
     Raises:
-        ValueError: If there are no results.
+        ValueError: If there are no such results.
     """
-    curves = read_curves(results)
+    curves = several_lengths(results)
     if not curves:
-        raise ValueError(f"{results} has no results of {', '.join(PANELS)}")
+        raise ValueError(f"{results} has no results of several lengths of {', '.join(PANELS)}")
     columns = max(len(targets) for targets in curves.values())
     size = (2.3 * columns, 2.6 * len(curves) + 0.5)
     figure, grid = figures.new_figure(len(curves), columns, size=size, font_size=10)
@@ -222,8 +231,10 @@ def _draw_target(axis: Any, forms: dict[str, list[Point]]) -> None:  # noqa: ANN
         shown = [y for points in forms.values() for _, y, _ in points if y >= min(ours) - FAR]
         room = max(0.5, 0.15 * (max(shown) - min(shown)))
         axis.set_ylim(min(shown) - 1.6 * room, max(shown) + room)
-    axis.set_xscale("log", base=2)
+    axis.set_xscale("log")
+    axis.set_xticks(sorted({round(x) for points in forms.values() for x, _, _ in points}))
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
     axis.tick_params(labelsize=8)
     figures.add_grid(axis)
 

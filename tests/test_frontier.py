@@ -78,11 +78,13 @@ def test_other_settings_than_the_length_are_refused(write, tmp_path):
 def test_the_tables_are_in_the_order_of_cost_and_go_into_their_sections(write, tmp_path):
     write(f"{RESNET}/cram-plus-multi", 20, seeds=2)
     write(f"{RESNET}/cram-plus-multi-1x", 30)
+    write(f"{RESNET}/cram-plus-multi-1x", 10)
     write(f"{RESNET}/sgd-2x")
     lines = FRONTIER["table"](RESNET, tmp_path).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     assert rows[0][:4] == ["method", "epochs", "passes", "dense"]
     assert [row[:4] for row in rows[2:]] == [
+        ["CrAM+-Multi, 1.0x", "10", "10", "80.00"],
         ["CrAM+-Multi, 1.0x", "30", "30", "80.00"],
         ["CrAM+-Multi", "20", "40", "80.50 ± 0.71"],
         ["SGD", "400", "400", "80.00"],
@@ -96,17 +98,21 @@ def test_the_tables_are_in_the_order_of_cost_and_go_into_their_sections(write, t
     assert text.endswith("\n<!-- end frontier -->\nb\n")
     assert FRONTIER["update"](text, tmp_path) == (text, [])
     write(f"{SQUAD}/adam-long")
+    assert FRONTIER["update"](text, tmp_path) == (text, [])  # one length makes no table
+    write(f"{SQUAD}/adam-long", 4)
     assert FRONTIER["update"](text, tmp_path) == (text, [SQUAD])
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_the_picture_carries_its_numbers(write, tmp_path, everything):
+    write(f"{RESNET}/cram-plus-multi-1x", 20, dense=0.9)
     write(f"{RESNET}/cram-plus-multi-1x", 40, dense=0.9)
+    write(f"{SQUAD}/cram-plus-multi-long-1x", 4)  # one length alone is not drawn
     if everything:
         for form in ("cram-plus-multi", "cram-plus-multi-1.5x", "sgd"):
             for epochs in (20, 80):
                 write(f"{RESNET}/{form}", epochs, dense=0.4 if form == "sgd" else 0.85, seeds=2)
-        write(f"{SQUAD}/cram-plus-multi-long-1x", 4)
+        write(f"{SQUAD}/cram-plus-multi-long-1x", 8)
         result = write(f"{SQUAD}/adam-long")
         few = replace(result.seeds[0], targets=result.seeds[0].targets[:1])
         write_result(replace(result, seeds=(few,)), tmp_path / result.path)  # not at every target
@@ -114,13 +120,13 @@ def test_the_picture_carries_its_numbers(write, tmp_path, everything):
     FRONTIER["draw"](tmp_path, picture)
     image = Image.open(picture)
     shown = json.loads(image.text["Description"])
-    assert shown == json.loads(json.dumps(FRONTIER["read_curves"](tmp_path)))
+    assert shown == json.loads(json.dumps(FRONTIER["several_lengths"](tmp_path)))
     assert list(shown) == [RESNET, SQUAD][: 1 + everything]
     assert image.width > 1000
 
 
 def test_nothing_is_drawn_without_results(tmp_path):
-    with pytest.raises(ValueError, match="has no results of cifar10-jpeg/resnet20"):
+    with pytest.raises(ValueError, match="has no results of several lengths of cifar10-jpeg/resnet20"):
         FRONTIER["draw"](tmp_path, tmp_path / "frontier.png")
 
 
@@ -129,6 +135,6 @@ def test_the_picture_and_the_tables_are_up_to_date():
     assert picture.exists() == ("<!-- frontier:" in page)
     if picture.exists():
         shown = json.loads(Image.open(picture).text["Description"])
-        curves = FRONTIER["read_curves"]()
+        curves = FRONTIER["several_lengths"]()
         assert shown == json.loads(json.dumps(curves)), "draw it anew: python docs/frontier.py"
         assert FRONTIER["update"](page) == (page, []), "write it anew: python docs/frontier.py"
