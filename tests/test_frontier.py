@@ -126,7 +126,7 @@ def test_the_picture_carries_its_numbers(write, tmp_path, everything):
 
 
 def test_nothing_is_drawn_without_results(tmp_path):
-    with pytest.raises(ValueError, match="has no results of several lengths of cifar10-jpeg/resnet20"):
+    with pytest.raises(ValueError, match="has no results of several lengths of cifar10"):
         FRONTIER["draw"](tmp_path, tmp_path / "frontier.png")
 
 

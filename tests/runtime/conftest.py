@@ -25,5 +25,5 @@ def sparse_wins(monkeypatch):
     rules = {kind: replace_layers.Rule(0.0, 0) for kind in replace_layers.RULES}
     monkeypatch.setattr(replace_layers, "RULES", rules)
     monkeypatch.setattr(
-        replace_layers, "_time_in_turns", lambda work: {key: -i for i, key in enumerate(work)}
+        replace_layers, "time_in_turns", lambda work: {key: -i for i, key in enumerate(work)}
     )

@@ -194,7 +194,7 @@ def timed(monkeypatch):
         inputs.append({way: call.args[-1] for way, call in work.items() if call.args})
         return {way: -i for i, way in enumerate(work)}
 
-    monkeypatch.setattr(replace_layers, "_time_in_turns", race)
+    monkeypatch.setattr(replace_layers, "time_in_turns", race)
     return inputs
 
 

@@ -60,7 +60,7 @@ def test_the_report_says_what_was_done_and_why():
 @needs_kernels
 def test_a_layer_that_gets_slower_stays_dense(monkeypatch):
     monkeypatch.setattr(
-        replace_layers, "_time_in_turns", lambda work: dict.fromkeys(work, 2.0) | {"dense": 1.0}
+        replace_layers, "time_in_turns", lambda work: dict.fromkeys(work, 2.0) | {"dense": 1.0}
     )
     fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
     assert not any(isinstance(m, SparseLinear) for m in fast.modules())
@@ -84,7 +84,7 @@ def test_a_model_of_one_layer(example):
 def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
     monkeypatch.setattr(
         replace_layers,
-        "_time_in_turns",
+        "time_in_turns",
         lambda work: {key: dense_ms if key in DENSE else 1.0 for key in work},
     )
     fast = prepare(sparse_model(nn.Sequential(nn.Linear(8, 8))), torch.randn(3, 8))
@@ -95,7 +95,7 @@ def test_a_layer_has_to_win_clearly(monkeypatch, dense_ms, pays):
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_model_that_gets_slower_as_a_whole_stays_dense(monkeypatch, fuse):
     monkeypatch.setattr(
-        replace_layers, "_time_in_turns", lambda work: {key: -i for i, key in enumerate(work)}
+        replace_layers, "time_in_turns", lambda work: {key: -i for i, key in enumerate(work)}
     )
     monkeypatch.setattr(
         prepare_module, "time_models", lambda *_: replace_layers.ModelTimes(dense=1.5, sparse=2.25)
@@ -174,7 +174,7 @@ def test_without_an_example_convolutions_that_may_be_slower_stay_dense(why):
 @needs_kernels
 def test_the_report_says_what_was_measured_and_why_a_layer_stayed_dense(monkeypatch):
     times = iter([{"dense": 4.58, "sparse": 1.0}, {"dense": 10.0, "sparse": 12.5}])
-    monkeypatch.setattr(replace_layers, "_time_in_turns", lambda _: next(times))
+    monkeypatch.setattr(replace_layers, "time_in_turns", lambda _: next(times))
     model = sparse_model(nn.Sequential(nn.Conv2d(3, 4, 3)))
     (choice,) = runtime.report(prepare(model, torch.randn(1, 3, 8, 8), fuse=False))
     assert str(choice) == (

@@ -28,7 +28,7 @@ pytestmark = [
 def _onednn_wins(monkeypatch):
     monkeypatch.setattr(
         replace_layers,
-        "_time_in_turns",
+        "time_in_turns",
         lambda work: {key: 1.0 if key in ("reordered", "sparse") else 2.0 for key in work},
     )
 

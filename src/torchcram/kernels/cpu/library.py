@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,24 @@ def use_level(name: str) -> None:
 
 def _openmp_of_torch() -> int | None:
     """Returns the address of GOMP_parallel in the OpenMP runtime of torch, or None."""
+    parallel = _function_of_torch("GOMP_parallel")
+    return None if parallel is None else ctypes.cast(parallel, _POINTER).value
+
+
+@functools.cache
+def omp_set_num_threads() -> Callable[[int], None] | None:
+    """Returns the function of OpenMP that sets the threads of the calling thread alone, or None.
+
+    `torch.set_num_threads` also sets the number for threads that are started later.
+    """
+    function: Callable[[int], None] | None = _function_of_torch("omp_set_num_threads")
+    return function
+
+
+def _function_of_torch(name: str) -> Any:  # noqa: ANN401
+    """Returns a function of the OpenMP runtime that torch has loaded, or None."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, _POINTER).value
+        return getattr(ctypes.CDLL(str(path)), name)
     except (OSError, AttributeError):
         return None

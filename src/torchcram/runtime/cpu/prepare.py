@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
+from torchcram.runtime.cpu.batches import LANES, BatchSplitter
 from torchcram.runtime.cpu.fuse import (
     as_graph,
     fuse_encoder_,
@@ -29,6 +30,7 @@ from torchcram.runtime.cpu.replace_layers import (
     call,
     candidates,
     dense_choice,
+    fastest,
     layer_inputs,
     replace_layers_,
     time_models,
@@ -190,31 +192,11 @@ def report(model: nn.Module) -> tuple[Choice, ...]:
     return choices
 
 
-class BatchSplitter(nn.Module):
-    """Runs a model on a few images at a time, so that its activations stay in the caches.
-
-    Args:
-        model: Model that treats each image independently.
-        images: Number of images at a time.
-    """
-
-    def __init__(self, model: nn.Module, images: int) -> None:
-        super().__init__()
-        self.model, self.images = model, images
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the outputs of all images."""
-        if x.shape[0] <= self.images:
-            whole: Tensor = self.model(x)
-            return whole
-        return torch.cat([self.model(part) for part in x.split(self.images)])
-
-
 def _fused(
     graph: fx.GraphModule, example: Inputs, *, int8: bool, expected: object
 ) -> nn.Module | None:
     """Returns the graph with sparse layers, or None if it does not run."""
-    images = 16 * max(1, torch.get_num_threads() // 4)
+    images = LANES * max(1, torch.get_num_threads() // 4)
     part, many = example, False
     if isinstance(example, Tensor) and example.dim() == 4 and len(example) > images:
         # there seems to be one output per image
@@ -231,9 +213,19 @@ def _fused(
         return None
     fast: nn.Module = graph
     if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
-        fast = BatchSplitter(graph, images)
+        fast = _fastest_splitter(graph, images, example)
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
     return with_report(fast.eval(), choices)
+
+
+def _fastest_splitter(graph: fx.GraphModule, images: int, example: Inputs) -> BatchSplitter:
+    """Returns the graph on a few images at a time, by all threads together or side by side."""
+    together = BatchSplitter(graph, images)
+    beside = BatchSplitter(graph, images, side_by_side=True)
+    if not isinstance(example, Tensor) or not beside.images_side_by_side(example):
+        return together
+    ways = {"together": together, "beside": beside}
+    return ways[fastest({way: partial(call, model, example) for way, model in ways.items()})]
 
 
 def _annotate_shapes_(graph: fx.GraphModule, example: Inputs) -> None:

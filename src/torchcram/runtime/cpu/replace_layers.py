@@ -276,7 +276,7 @@ def _measure(
         if isinstance(layer, nn.Linear) and int8:
             work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
     with torch.no_grad():
-        return _time_in_turns(work)
+        return time_in_turns(work)
 
 
 class ModelTimes(NamedTuple):
@@ -293,10 +293,16 @@ class ModelTimes(NamedTuple):
 
 def time_models(dense: Callable[[], object], sparse: Callable[[], object]) -> ModelTimes:
     """Times two ways to run a model."""
-    return ModelTimes(**_time_in_turns({"dense": dense, "sparse": sparse}))
+    return ModelTimes(**time_in_turns({"dense": dense, "sparse": sparse}))
 
 
-def _time_in_turns(work: dict[str, Callable[[], object]]) -> dict[str, float]:
+def fastest(work: dict[str, Callable[[], object]]) -> str:
+    """Returns the name of the call that takes the least time."""
+    times = time_in_turns(work)
+    return min(times, key=lambda name: times[name])
+
+
+def time_in_turns(work: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Returns the least time of each call in milliseconds; the calls take turns."""
     best = dict.fromkeys(work, float("inf"))
     end = None

@@ -1,0 +1,86 @@
+"""Large batches of images: a few images at a time, so that their activations stay in the caches."""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from torchcram.kernels.cpu.library import omp_set_num_threads
+
+LANES = 16  # images in a panel of the kernels, see csrc/convolution.h
+
+
+class BatchSplitter(nn.Module):
+    """Runs a model on a few images at a time.
+
+    Args:
+        model: Model that treats each image independently.
+        images: Number of images at a time, with all threads working on them.
+        side_by_side: Whether every thread runs the whole model on 16 images of its own, as far as
+            there are enough images for all threads. Then no thread waits for the others after each
+            layer.
+    """
+
+    def __init__(self, model: nn.Module, images: int, *, side_by_side: bool = False) -> None:
+        super().__init__()
+        self.model, self.images, self.side_by_side = model, images, side_by_side
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the outputs of all images."""
+        if x.shape[0] <= self.images:
+            whole: Tensor = self.model(x)
+            return whole
+        beside = self.images_side_by_side(x)
+        outputs = run_side_by_side(self.model, x[:beside].split(LANES)) if beside else []
+        if beside < len(x):
+            outputs += [self.model(part) for part in x[beside:].split(self.images)]
+        return torch.cat(outputs)
+
+    def images_side_by_side(self, x: Tensor) -> int:
+        """Returns how many images the threads take side by side; the others come after them."""
+        threads = torch.get_num_threads()
+        if not self.side_by_side or threads == 1 or not can_run_side_by_side():
+            return 0
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return 0
+        if torch.is_grad_enabled() and x.requires_grad:
+            return 0
+        return len(x) // (threads * LANES) * threads * LANES
+
+
+def can_run_side_by_side() -> bool:
+    """Returns whether a thread can be told to compute alone, which needs the OpenMP of torch."""
+    return omp_set_num_threads() is not None
+
+
+def run_side_by_side(model: nn.Module, parts: tuple[Tensor, ...]) -> list[Tensor]:
+    """Returns the outputs of the parts; as many of them run at a time as torch has threads."""
+    inference = torch.is_inference_mode_enabled()
+
+    def run(part: Tensor) -> Tensor:
+        with torch.inference_mode() if inference else torch.no_grad():
+            output: Tensor = model(part)
+            return output
+
+    return list(_pool(torch.get_num_threads()).map(run, parts))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "torchcram", initializer=_compute_alone)
+
+
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def _compute_alone() -> None:
+    """Lets torch and the kernels use one thread where the calling thread is."""
+    torch.get_num_threads()  # in a new thread, torch sets the number that all threads begin with
+    set_number = omp_set_num_threads()
+    if set_number is not None:
+        set_number(1)

@@ -1,0 +1,114 @@
+"""Large batches: parts of them one after the other, or side by side in threads of their own."""
+
+import copy
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torchcram.runtime.cpu import batches
+from torchcram.runtime.cpu.batches import BatchSplitter, can_run_side_by_side
+
+pytestmark = pytest.mark.skipif(not can_run_side_by_side(), reason="torch has no OpenMP")
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Recorder(nn.Module):
+    """Doubles its inputs and notes how it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, x):
+        thread = threading.current_thread().name.split("_")[0]
+        self.calls.append(
+            (len(x), thread, torch.get_num_threads(), torch.is_inference_mode_enabled())
+        )
+        return 2 * x
+
+
+@pytest.mark.parametrize("images", [1, 16, 17, 31, 32, 33, 63, 64, 79, 100])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_outputs_are_in_the_order_of_the_images(images, side_by_side):
+    model = Recorder()
+    x = torch.randn(images, 3)
+    with torch.inference_mode():
+        assert torch.equal(BatchSplitter(model, 16, side_by_side=side_by_side)(x), 2 * x)
+    assert sum(count for count, *_ in model.calls) == images
+    beside = images // 32 * 32 if side_by_side else 0
+    alone = [call for call in model.calls if call[1] == "torchcram"]
+    assert alone == [(16, "torchcram", 1, True)] * (beside // 16)
+    assert all(call[2:] == (2, True) for call in model.calls if call not in alone)
+
+
+def test_the_threads_of_others_stay_as_they_were():
+    BatchSplitter(Recorder(), 16, side_by_side=True)(torch.randn(64, 3))
+    numbers = [torch.get_num_threads()]
+    other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert numbers == [2, 2]
+
+
+def test_one_thread_has_no_one_beside_it():
+    torch.set_num_threads(1)
+    model = Recorder()
+    BatchSplitter(model, 16, side_by_side=True)(torch.randn(64, 3))
+    assert {thread for _, thread, *_ in model.calls} == {"MainThread"}
+
+
+def test_gradients_of_the_inputs_are_not_lost():
+    x = torch.randn(64, 3, requires_grad=True)
+    BatchSplitter(nn.Identity(), 16, side_by_side=True)(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(64, 3))
+
+
+def test_an_error_of_a_part_is_raised():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            if x[0, 0] == 32:
+                raise ValueError("not these images")
+            return x
+
+    x = torch.arange(64.0)[:, None]
+    splitter = BatchSplitter(Refuses(), 16, side_by_side=True)
+    with pytest.raises(ValueError, match="not these images"):
+        splitter(x)
+    assert torch.equal(splitter(x + 1), x + 1)
+
+
+def test_a_copy_works():
+    splitter = BatchSplitter(nn.Linear(3, 2), 16, side_by_side=True)
+    x = torch.randn(64, 3)
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(splitter)(x), splitter(x))
+
+
+def test_without_the_openmp_of_torch_parts_come_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(batches, "omp_set_num_threads", lambda: None)
+    model = Recorder()
+    BatchSplitter(model, 16, side_by_side=True)(torch.randn(64, 3))
+    assert {thread for _, thread, *_ in model.calls} == {"MainThread"}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork")
+def test_a_forked_process_has_threads_of_its_own():
+    splitter, x = BatchSplitter(Recorder(), 16, side_by_side=True), torch.randn(64, 3)
+    splitter(x)
+    child = multiprocessing.get_context("fork").Process(target=splitter, args=(x,))
+    child.start()
+    child.join(30)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
