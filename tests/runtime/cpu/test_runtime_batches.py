@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchcram.runtime.cpu import batches
+from torchcram.runtime import prepare
+from torchcram.runtime.cpu import batches, replace_layers
 from torchcram.runtime.cpu.batches import BatchSplitter, can_run_side_by_side
 
 pytestmark = pytest.mark.skipif(not can_run_side_by_side(), reason="torch has no OpenMP")
@@ -112,3 +113,43 @@ def test_a_forked_process_has_threads_of_its_own():
     code = child.exitcode
     child.kill()
     assert code == 0
+
+
+@pytest.fixture
+def beside_wins(monkeypatch):
+    """Running images side by side wins its races; sparse kernels win none."""
+
+    def times(work):
+        return {name: 0.0 if name in ("side by side", "sparse") else 1.0 for name in work}
+
+    monkeypatch.setattr(replace_layers, "time_in_turns", times)
+
+
+@pytest.mark.usefixtures("beside_wins")
+@pytest.mark.parametrize("images", [32, 45])
+def test_a_dense_model_may_run_side_by_side(images):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)).eval()
+    x = torch.randn(images, 3, 4, 4)
+    fast = prepare(model, x)
+    assert isinstance(fast, BatchSplitter)
+    assert fast.side_by_side
+    with torch.no_grad():
+        assert torch.allclose(fast(x), model(x), atol=1e-6)
+
+
+@pytest.mark.usefixtures("beside_wins")
+def test_a_model_that_mixes_its_images_is_not_split():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x).mean((2, 3))
+            return y - y.mean(0)
+
+    model, x = Centred().eval(), torch.randn(64, 3, 4, 4)
+    fast = prepare(model, x)
+    assert not isinstance(fast, BatchSplitter)
+    with torch.no_grad():
+        assert torch.allclose(fast(x), model(x), atol=1e-6)

@@ -211,20 +211,22 @@ def _fused(
             lay_images_innermost_(graph)
     except Exception:  # noqa: BLE001  the model is then prepared without a graph
         return None
-    fast: nn.Module = graph
-    if many and any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules()):
-        fast = _fastest_splitter(graph, images, example)
+    fast = _in_parts(graph, images, example) if many else graph
+    if isinstance(fast, BatchSplitter):
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
     return with_report(fast.eval(), choices)
 
 
-def _fastest_splitter(graph: fx.GraphModule, images: int, example: Inputs) -> BatchSplitter:
-    """Returns the graph on a few images at a time, by all threads together or side by side."""
-    together = BatchSplitter(graph, images)
+def _in_parts(graph: fx.GraphModule, images: int, example: Inputs) -> nn.Module:
+    """Returns the fastest way to run a graph on many images: at once, or a few at a time."""
     beside = BatchSplitter(graph, images, side_by_side=True)
-    if not isinstance(example, Tensor) or not beside.images_side_by_side(example):
-        return together
-    ways = {"together": together, "beside": beside}
+    ways: dict[str, nn.Module] = {"at once": graph}
+    if any(isinstance(module, SparseConv2d) and module.by_images for module in graph.modules()):
+        ways = {"in parts": BatchSplitter(graph, images)}
+    if isinstance(example, Tensor) and beside.images_side_by_side(example):
+        ways["side by side"] = beside
+    if len(ways) == 1:
+        return next(iter(ways.values()))
     return ways[fastest({way: partial(call, model, example) for way, model in ways.items()})]
 
 
