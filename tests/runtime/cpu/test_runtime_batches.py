@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from native_library import needs_kernels
 from torch import nn
 
 from torchcram.runtime import prepare
@@ -125,6 +126,7 @@ def beside_wins(monkeypatch):
     monkeypatch.setattr(replace_layers, "time_in_turns", times)
 
 
+@needs_kernels
 @pytest.mark.usefixtures("beside_wins")
 @pytest.mark.parametrize("images", [32, 45])
 def test_a_dense_model_may_run_side_by_side(images):
@@ -137,6 +139,7 @@ def test_a_dense_model_may_run_side_by_side(images):
         assert torch.allclose(fast(x), model(x), atol=1e-6)
 
 
+@needs_kernels
 @pytest.mark.usefixtures("beside_wins")
 def test_a_model_that_mixes_its_images_is_not_split():
     class Centred(nn.Module):
