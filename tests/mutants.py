@@ -58,6 +58,7 @@ COMBINED = ("tests/optim/test_combined_gradients.py",)
 CHAINS = ("tests/operators/test_chain.py",)
 PARTS = ("tests/test_split_batch.py",)
 TRANSFORMERS = ("tests/integrations/test_transformers.py",)
+BATCHES = ("tests/runtime/cpu/test_runtime_batches.py",)
 REORDERED = ("tests/runtime/cpu/test_runtime_reordered.py",)
 GENERATION = ("tests/runtime/cpu/test_runtime_generation.py",)
 OUTPUTS = ("tests/runtime/test_outputs.py",)
@@ -72,15 +73,12 @@ HELD_MASK = ("tests/baselines/test_held_mask.py",)
 PROTOCOL = ("tests/baselines/test_protocol.py",)
 INTERRUPTED_METHOD = (f"{PROTOCOL[0]}::test_a_training_interrupted_in_a_pass_resumes_bit_for_bit",)
 WITHOUT_ASCENT = ("tests/optim/test_without_ascent.py",)
-SWAPPED = ("tests/optim/test_swapped_copies.py",)
 SCHEDULES = ("tests/baselines/test_schedule_properties.py",)
 RECIPE_METHODS = ("tests/experiments/test_methods.py",)
 
 MUTANTS = [
     Mutant("optim/cram.py", "rho * unit", "-rho * unit", ORACLE),
     Mutant("optim/cram.py", "rule.rho if rho is None else rho", "rho or 0.0", WITHOUT_ASCENT),
-    Mutant("optim/cram.py", "not self._ascends(pass_)", "True", SWAPPED),
-    Mutant("optim/step_state.py", "parameter.data = own", "pass", SWAPPED),
     Mutant("optim/cram.py", "masks = self._compress_()", "self._compress_()", ORACLE),
     Mutant("optim/cram.py", "if pass_.plus:", "if not pass_.plus:", ORACLE),
     Mutant("optim/cram.py", "pass_.mask and self.sparse_gradients", "pass_.mask", ORACLE),
@@ -299,8 +297,15 @@ MUTANTS = [
             f"{RECIPE_METHODS[0]}::test_a_schedule_that_ends_after_the_training_is_refused_before_it",
         ),
     ),
-    Mutant("runtime/cpu/reordered.py", "known.state == state and ", "", REORDERED),
-    Mutant("runtime/cpu/reordered.py", ", lambda _: _reordered.pop(key, None))", ")", REORDERED),
+    Mutant("runtime/cpu/batches.py", "        set_number(1)", "        pass", BATCHES),
+    Mutant("runtime/cpu/batches.py", "x[beside:].split", "x.split", BATCHES),
+    Mutant(
+        "runtime/cpu/batches.py", "torch.is_grad_enabled() and x.requires_grad", "False", BATCHES
+    ),
+    Mutant("runtime/cpu/tensor_cache.py", "entry.state == state and ", "", REORDERED),
+    Mutant(
+        "runtime/cpu/tensor_cache.py", ", lambda _: self._entries.pop(key, None))", ")", REORDERED
+    ),
     Mutant(
         "runtime/cpu/prepare.py",
         "<= _AS_EXACT * output_error(exact(), expected) < _ROUGH",

@@ -152,10 +152,10 @@ def test_a_matrix_is_looked_at_once(monkeypatch):
         for _ in range(3):
             CALLS["linear"](packed)
         assert len(looked) == 1
-    assert id(inference) in packing._known
-    before = len(packing._known)
+    assert inference in packing._rows
+    before = len(packing._rows)
     del packed, inference
-    assert len(packing._known) == before - 1  # nothing stays of one that is gone
+    assert len(packing._rows) == before - 1  # nothing stays of one that is gone
 
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (5,)])

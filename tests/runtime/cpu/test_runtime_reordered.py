@@ -14,7 +14,7 @@ from torchcram.runtime.cpu import replace_layers
 from torchcram.runtime.cpu.reordered import (
     ReorderedConv2d,
     ReorderedLinear,
-    _reordered,
+    _layouts,
     can_reorder,
 )
 
@@ -85,13 +85,13 @@ def test_changes_of_the_weight_are_noticed():
 
 
 def test_rearranged_weights_are_given_up_with_their_layer():
-    before = len(_reordered)
+    before = len(_layouts)
     layer = ReorderedLinear(nn.Linear(8, 8))
     with torch.no_grad():
         layer(torch.randn(3, 8))
-    assert len(_reordered) == before + 1
+    assert len(_layouts) == before + 1
     del layer
-    assert len(_reordered) == before
+    assert len(_layouts) == before
 
 
 def test_derivatives_are_those_of_a_linear_layer():

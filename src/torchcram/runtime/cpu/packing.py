@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchcram.kernels.cpu.library import kernels, level
+from torchcram.runtime.cpu.tensor_cache import TensorCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,49 +155,30 @@ def _hint(packed: Tensor) -> str:
     return ""
 
 
-class _Known(NamedTuple):
-    """A packed matrix that has been checked.
-
-    Attributes:
-        tensor: Weak reference to the packed matrix.
-        state: Address, size and version at the time of the check.
-        rows: Number of rows of the matrix.
-    """
-
-    tensor: weakref.ref[Tensor]
-    state: tuple[int, int, int | None]
-    rows: int
-
-
-_known: dict[int, _Known] = {}
+_rows: TensorCache[int] = TensorCache()
 
 
 def rows_of(packed: Tensor) -> int:
     """Returns the number of rows of a packed matrix, and checks it if it is new or has changed.
 
-    Checked tensors are remembered by identity, because another tensor may reuse their memory.
-    Torch counts the changes of a tensor, except for one made in inference mode, which is therefore
-    checked every time; `owned` returns one whose changes are counted. Writes that torch does not
-    see may go unnoticed: results are wrong then, but the kernels stay within their memory.
+    A matrix made in inference mode is checked every time; `owned` returns one whose changes torch
+    counts. After writes that torch does not see results are wrong, but the kernels stay within
+    their memory.
 
     Raises:
         ValueError: If it is not a packed matrix, or is not aligned in memory.
     """
-    version = None if packed.is_inference() else packed._version
-    address, key = packed.data_ptr(), id(packed)
-    state = address, packed.numel(), version
-    known = _known.get(key)
-    if known is not None and known.state == state and known.tensor() is packed:
-        return known.rows
+    return _rows.get(packed, _checked_rows)
+
+
+def _checked_rows(packed: Tensor) -> int:
+    address = packed.data_ptr()
     if address % _ALIGNMENT:
         raise ValueError(
             f"a packed matrix must be aligned to {_ALIGNMENT} bytes in memory: clone it"
         )
     check_packed(packed)
-    rows = ctypes.c_int64.from_address(address + _ROWS_AT).value
-    if version is not None:
-        _known[key] = _Known(weakref.ref(packed, lambda _: _known.pop(key, None)), state, rows)
-    return rows
+    return ctypes.c_int64.from_address(address + _ROWS_AT).value
 
 
 def owned(packed: Tensor) -> Tensor:

@@ -7,15 +7,15 @@ every call. Here oneDNN, which is part of torch, rearranges it once.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcram.runtime.cpu.ops import operators, register
+from torchcram.runtime.cpu.tensor_cache import TensorCache
 
 operators.define("reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 operators.define(
@@ -24,34 +24,17 @@ operators.define(
 )
 
 
-class _Reordered(NamedTuple):
-    """A weight that oneDNN has rearranged.
-
-    Attributes:
-        weight: Weak reference to the weight.
-        state: Address and version of the weight at that time.
-        layout: The same weight in the layout of oneDNN.
-    """
-
-    weight: weakref.ref[Tensor]
-    state: tuple[int, int]
-    layout: Tensor
-
-
-_reordered: dict[int, _Reordered] = {}
+_layouts: TensorCache[Tensor] = TensorCache()
 
 
 def _layout_of(weight: Tensor, reorder: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns a weight in the layout of oneDNN, from an earlier call unless it has changed."""
-    key, state = id(weight), (weight.data_ptr(), weight._version)
-    known = _reordered.get(key)
-    if known is not None and known.state == state and known.weight() is weight:
-        return known.layout
-    with torch.no_grad():
-        layout = reorder(weight.detach())
-    reference = weakref.ref(weight, lambda _: _reordered.pop(key, None))
-    _reordered[key] = _Reordered(reference, state, layout)
-    return layout
+
+    def compute(weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            return reorder(weight.detach())
+
+    return _layouts.get(weight, compute)
 
 
 def _suits(x: Tensor, weight: Tensor, dim: int) -> bool:
