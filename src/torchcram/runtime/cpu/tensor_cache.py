@@ -17,7 +17,7 @@ class _Entry(NamedTuple, Generic[T]):
     Attributes:
         tensor: Weak reference to the tensor.
         state: Address, size and version of the tensor when the value was computed.
-        value: What was computed from it.
+        value: Value that was computed from it.
     """
 
     tensor: weakref.ref[Tensor]
