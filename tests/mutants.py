@@ -297,7 +297,7 @@ MUTANTS = [
             f"{RECIPE_METHODS[0]}::test_a_schedule_that_ends_after_the_training_is_refused_before_it",
         ),
     ),
-    Mutant("runtime/cpu/batches.py", "        set_number(1)", "        pass", BATCHES),
+    Mutant("runtime/cpu/batches.py", "(1,))", "(2,))", BATCHES),
     Mutant("runtime/cpu/batches.py", "x[beside:].split", "x.split", BATCHES),
     Mutant(
         "runtime/cpu/batches.py", "torch.is_grad_enabled() and x.requires_grad", "False", BATCHES

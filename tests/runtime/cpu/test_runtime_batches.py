@@ -9,11 +9,13 @@ import torch
 from native_library import needs_kernels
 from torch import nn
 
+from torchcram.kernels.cpu import library
+from torchcram.kernels.cpu.library import has_openmp, set_openmp_threads
 from torchcram.runtime import prepare
 from torchcram.runtime.cpu import batches, replace_layers
-from torchcram.runtime.cpu.batches import BatchSplitter, can_run_side_by_side
+from torchcram.runtime.cpu.batches import BatchSplitter
 
-pytestmark = pytest.mark.skipif(not can_run_side_by_side(), reason="torch has no OpenMP")
+pytestmark = pytest.mark.skipif(not has_openmp(), reason="torch has no OpenMP")
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def test_a_copy_works():
 
 
 def test_without_the_openmp_of_torch_parts_come_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(batches, "omp_set_num_threads", lambda: None)
+    monkeypatch.setattr(batches, "has_openmp", lambda: False)
     model = Recorder()
     BatchSplitter(model, 16, side_by_side=True)(torch.randn(64, 3))
     assert {thread for _, thread, *_ in model.calls} == {"MainThread"}
@@ -137,6 +139,22 @@ def test_a_dense_model_may_run_side_by_side(images):
     assert fast.side_by_side
     with torch.no_grad():
         assert torch.allclose(fast(x), model(x), atol=1e-6)
+
+
+def test_images_that_are_too_few_for_all_threads_run_at_once():
+    model = Recorder()
+    splitter = BatchSplitter(model, 64, side_by_side=True)
+    for images in (0, 1, 31):
+        assert len(splitter(torch.randn(images, 3))) == images
+    splitter(torch.randn(45, 3))
+    assert [count for count, *_ in model.calls] == [0, 1, 31, 16, 16, 13]
+
+
+def test_without_openmp_the_threads_cannot_be_set(monkeypatch):
+    monkeypatch.setattr(library, "_omp_set_num_threads", lambda: None)
+    assert not has_openmp()
+    with pytest.raises(RuntimeError, match="not loaded an OpenMP runtime"):
+        set_openmp_threads(1)
 
 
 @needs_kernels

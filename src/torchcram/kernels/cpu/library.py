@@ -183,12 +183,28 @@ def _openmp_of_torch() -> int | None:
     return None if parallel is None else ctypes.cast(parallel, _POINTER).value
 
 
-@functools.cache
-def omp_set_num_threads() -> Callable[[int], None] | None:
-    """Returns the function of OpenMP that sets the threads of the calling thread alone, or None.
+def has_openmp() -> bool:
+    """Returns whether `set_openmp_threads` works: whether torch has loaded an OpenMP runtime."""
+    return _omp_set_num_threads() is not None
+
+
+def set_openmp_threads(count: int) -> None:
+    """Sets the number of threads that torch and the kernels use when called from this thread.
 
     `torch.set_num_threads` also sets the number for threads that are started later.
+
+    Raises:
+        RuntimeError: If torch has not loaded an OpenMP runtime.
     """
+    set_number = _omp_set_num_threads()
+    if set_number is None:
+        raise RuntimeError("torch has not loaded an OpenMP runtime")
+    torch.get_num_threads()  # in a new thread, the first call sets the number that all begin with
+    set_number(count)
+
+
+@functools.cache
+def _omp_set_num_threads() -> Callable[[int], None] | None:
     function: Callable[[int], None] | None = _function_of_torch("omp_set_num_threads")
     return function
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from torchcram.kernels.cpu.library import omp_set_num_threads
+from torchcram.kernels.cpu.library import has_openmp, set_openmp_threads
 
-LANES = 16  # images in a panel of the kernels, see csrc/convolution.h
+PANEL_IMAGES = 16  # kImages in csrc/convolution.h
 
 
 class BatchSplitter(nn.Module):
@@ -31,11 +31,11 @@ class BatchSplitter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the outputs of all images."""
-        if x.shape[0] <= self.images:
+        beside = self.images_side_by_side(x)
+        if beside == 0 and len(x) <= self.images:
             whole: Tensor = self.model(x)
             return whole
-        beside = self.images_side_by_side(x)
-        outputs = run_side_by_side(self.model, x[:beside].split(LANES)) if beside else []
+        outputs = run_side_by_side(self.model, x[:beside].split(PANEL_IMAGES)) if beside else []
         if beside < len(x):
             outputs += [self.model(part) for part in x[beside:].split(self.images)]
         return torch.cat(outputs)
@@ -43,18 +43,13 @@ class BatchSplitter(nn.Module):
     def images_side_by_side(self, x: Tensor) -> int:
         """Returns how many images the threads take side by side; the others come after them."""
         threads = torch.get_num_threads()
-        if not self.side_by_side or threads == 1 or not can_run_side_by_side():
+        if not self.side_by_side or threads == 1 or not has_openmp():
             return 0
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             return 0
         if torch.is_grad_enabled() and x.requires_grad:
             return 0
-        return len(x) // (threads * LANES) * threads * LANES
-
-
-def can_run_side_by_side() -> bool:
-    """Returns whether a thread can be told to compute alone, which needs the OpenMP of torch."""
-    return omp_set_num_threads() is not None
+        return len(x) // (threads * PANEL_IMAGES) * threads * PANEL_IMAGES
 
 
 def run_side_by_side(model: nn.Module, parts: tuple[Tensor, ...]) -> list[Tensor]:
@@ -71,16 +66,8 @@ def run_side_by_side(model: nn.Module, parts: tuple[Tensor, ...]) -> list[Tensor
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "torchcram", initializer=_compute_alone)
+    return ThreadPoolExecutor(threads, "torchcram", set_openmp_threads, (1,))
 
 
 if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-def _compute_alone() -> None:
-    """Lets torch and the kernels use one thread where the calling thread is."""
-    torch.get_num_threads()  # in a new thread, torch sets the number that all threads begin with
-    set_number = omp_set_num_threads()
-    if set_number is not None:
-        set_number(1)

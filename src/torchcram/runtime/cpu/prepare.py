@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchcram.kernels.cpu.library import available
-from torchcram.runtime.cpu.batches import LANES, BatchSplitter
+from torchcram.runtime.cpu.batches import PANEL_IMAGES, BatchSplitter
 from torchcram.runtime.cpu.fuse import (
     as_graph,
     fuse_encoder_,
@@ -196,7 +196,7 @@ def _fused(
     graph: fx.GraphModule, example: Inputs, *, int8: bool, expected: object
 ) -> nn.Module | None:
     """Returns the graph with sparse layers, or None if it does not run."""
-    images = LANES * max(1, torch.get_num_threads() // 4)
+    images = PANEL_IMAGES * max(1, torch.get_num_threads() // 4)
     part, many = example, False
     if isinstance(example, Tensor) and example.dim() == 4 and len(example) > images:
         # there seems to be one output per image
@@ -211,22 +211,23 @@ def _fused(
             lay_images_innermost_(graph)
     except Exception:  # noqa: BLE001  the model is then prepared without a graph
         return None
-    fast = _in_parts(graph, images, example) if many else graph
+    fast: nn.Module = graph
+    if many and isinstance(example, Tensor):
+        fast = _in_parts(graph, images, example)
     if isinstance(fast, BatchSplitter):
         choices = [replace(each, name=f"model.{each.name}") for each in choices]
     return with_report(fast.eval(), choices)
 
 
-def _in_parts(graph: fx.GraphModule, images: int, example: Inputs) -> nn.Module:
+def _in_parts(graph: fx.GraphModule, images: int, example: Tensor) -> nn.Module:
     """Returns the fastest way to run a graph on many images: at once, or a few at a time."""
+    by_images = any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules())
+    images = images if by_images else len(example)  # dense layers gain nothing from small parts
     beside = BatchSplitter(graph, images, side_by_side=True)
-    ways: dict[str, nn.Module] = {"at once": graph}
-    if any(isinstance(module, SparseConv2d) and module.by_images for module in graph.modules()):
-        ways = {"in parts": BatchSplitter(graph, images)}
-    if isinstance(example, Tensor) and beside.images_side_by_side(example):
-        ways["side by side"] = beside
-    if len(ways) == 1:
-        return next(iter(ways.values()))
+    together = BatchSplitter(graph, images) if by_images else graph
+    if not beside.images_side_by_side(example):
+        return together
+    ways = {"together": together, "side by side": beside}
     return ways[fastest({way: partial(call, model, example) for way, model in ways.items()})]
 
 
