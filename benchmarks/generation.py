@@ -3,24 +3,29 @@
     python benchmarks/generation.py MODEL [--targets dense uniform:0.7 ...] [--threads 1 2]
                                           [--types float32 bfloat16 int8] [--compile]
                                           [--llama PYTHON --gguf FILE ...]
+                                          [--genai PYTHON --onnx FOLDER ...]
                                           [--tokens N] [--rounds N]
 
 MODEL is a folder of Transformers with a Llama-like model. All engines take turns, round after
 round, so that other load on the machine affects all of them: torch, eager in float32 and bfloat16
 and with `--compile` also compiled with a static cache; `torchcram.runtime.prepare_generation` for
-every target and type; and llama.cpp on GGUF files, in a process of its own with the interpreter of
-an environment that has `llama-cpp-python`. The prompt is timed by itself, and then only the tokens
-after it. Times are medians of the rounds, in brackets those of the fastest round.
+every target and type; llama.cpp on GGUF files; and ONNX Runtime on folders that
+`python -m onnxruntime_genai.models.builder -m MODEL -o FOLDER -p int4 -e cpu` wrote. The last two
+run in processes of their own, with the interpreters of environments that have `llama-cpp-python`
+and `onnxruntime-genai`. The prompt is timed by itself, and then only the tokens after it. Times are
+medians of the rounds, in brackets those of the fastest round.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PROMPT = 128  # tokens
 TYPES = ("float32", "bfloat16", "int8")
@@ -105,14 +110,14 @@ def our_engines(
     return engines, sizes
 
 
-def llama_engine(python: str, file: str, threads: int) -> Generate:
-    """Returns llama.cpp in a process of its own."""
-    command = [python, __file__, "--serve", file, "--threads", str(threads)]
+def engine_apart(python: str, engine: str, file: str, threads: int) -> Generate:
+    """Returns llama.cpp or ONNX Runtime (a key of `SERVERS`) in a process of its own."""
+    command = [python, __file__, "--serve", engine, file, "--threads", str(threads)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
     def generate(count: int) -> float:
         if process.stdin is None or process.stdout is None or process.poll() is not None:
-            raise RuntimeError(f"llama.cpp did not start: {' '.join(command)}")
+            raise RuntimeError(f"{engine} did not start: {' '.join(command)}")
         process.stdin.write(f"{count}\n")
         process.stdin.flush()
         return float(process.stdout.readline())
@@ -120,8 +125,8 @@ def llama_engine(python: str, file: str, threads: int) -> Generate:
     return generate
 
 
-def serve(file: str, threads: int) -> None:
-    """Generates as many tokens as each line of the input says; prints the seconds."""
+def llama_cpp(file: str, threads: int) -> Callable[[int], None]:
+    """Returns a function that generates as many tokens as it is told, with llama.cpp."""
     from llama_cpp import Llama
 
     model = Llama(file, n_threads=threads, n_threads_batch=threads, n_ctx=1024, verbose=False)
@@ -132,6 +137,36 @@ def serve(file: str, threads: int) -> None:
             if done == count:
                 return
 
+    return generate
+
+
+def onnx_runtime(folder: str, threads: int) -> Callable[[int], None]:
+    """Returns a function that generates as many tokens as it is told, with ONNX Runtime."""
+    import onnxruntime_genai
+
+    config = onnxruntime_genai.Config(folder)
+    options = {"session_options": {"intra_op_num_threads": threads}}
+    config.overlay(json.dumps({"model": {"decoder": options}}))
+    model = onnxruntime_genai.Model(config)
+
+    def generate(count: int) -> None:
+        parameters = onnxruntime_genai.GeneratorParams(model)
+        length = PROMPT + count
+        parameters.set_search_options(do_sample=False, min_length=length, max_length=length)
+        generator = onnxruntime_genai.Generator(model, parameters)
+        generator.append_tokens(list(range(100, 100 + PROMPT)))
+        for _ in range(count):
+            generator.generate_next_token()
+
+    return generate
+
+
+SERVERS = {"llama.cpp": llama_cpp, "ONNX Runtime": onnx_runtime}
+
+
+def serve(engine: str, file: str, threads: int) -> None:
+    """Generates as many tokens as each line of the input says; prints the seconds."""
+    generate = SERVERS[engine](file, threads)
     for line in sys.stdin:
         print(seconds(lambda count=int(line): generate(count)), flush=True)  # type: ignore[misc]
 
@@ -143,9 +178,10 @@ def measure(arguments: argparse.Namespace, threads: int) -> None:
     torch.set_num_threads(threads)
     engines, sizes = our_engines(arguments.model, arguments.targets, arguments.types)
     others = torch_engines(arguments.model, compiled=arguments.compile)
-    for file in arguments.gguf:
-        name = f"llama.cpp, {file.rsplit('/', 1)[-1]}"
-        others[name] = llama_engine(arguments.llama, file, threads)
+    apart = [(arguments.llama, "llama.cpp", file) for file in arguments.gguf]
+    apart += [(arguments.genai, "ONNX Runtime", folder) for folder in arguments.onnx]
+    for python, engine, file in apart:
+        others[f"{engine}, {Path(file).name}"] = engine_apart(python, engine, file, threads)
     print(f"\n{threads} thread(s), prompt of {PROMPT} tokens", flush=True)
     for name, times in race({**others, **engines}, arguments.tokens, arguments.rounds).items():
         (prompt, token), (fast_prompt, fast) = map(statistics.median, times), map(min, times)
@@ -169,12 +205,15 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also torch.compile")
     parser.add_argument("--llama", default=sys.executable, help="interpreter with llama_cpp")
     parser.add_argument("--gguf", nargs="+", default=[], help="files that llama.cpp generates with")
+    parser.add_argument("--genai", default=sys.executable, help="interpreter for ONNX Runtime")
+    parser.add_argument("--onnx", nargs="+", default=[], help="folders of its model builder")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.threads[0])
+        engine, file = arguments.serve
+        serve(engine, file, arguments.threads[0])
         return
     if arguments.model is None:
         parser.error("name a folder with a model")
