@@ -59,7 +59,7 @@ def test_a_prepared_model_gives_what_it_gave(operator):
     )
     model = compress(model, operator)
     x = torch.randn(4096, 1024)
-    fast, layers = prepare_gpu(model, (x,), operator=operator)
+    fast, layers, _ = prepare_gpu(model, (x,), operator=operator)
     assert [layer.name for layer in layers] == ["0", "2", "4"]
     if operator == "nm:2:4":
         assert layers[2].reason == "2:4 needs a multiple of 32 outputs, not 3; not quantized"

@@ -138,14 +138,35 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
-        kernels = cuda_kernels() if x.is_cuda and x.dtype in DTYPES else None
-        count = x.numel() // max(1, x.shape[-1])
-        if kernels is None or count > kernels.MOST_ROWS:
-            weight = (self.values * self.scale.unsqueeze(1)).to(x.dtype)
-            return nn.functional.linear(x, weight, self.bias)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y: Tensor = kernels.multiply_int8(rows, self.values, self.scale, self.bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        multiply = int8_linear_op if torch.compiler.is_compiling() else int8_linear
+        y: Tensor = multiply(x, self.values, self.scale, self.bias)
+        return y
+
+
+def int8_linear(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns (x values^T) scale + bias, as `Int8Linear` does."""
+    kernels = cuda_kernels() if x.is_cuda and x.dtype in DTYPES else None
+    count = x.numel() // max(1, x.shape[-1])
+    if kernels is None or count > kernels.MOST_ROWS:
+        weight = (values * scale.unsqueeze(1)).to(x.dtype)
+        return nn.functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y: Tensor = kernels.multiply_int8(rows, values, scale, bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+# torch.compile takes the operator as it is; eager calls go past it, as dispatching takes time
+int8_linear_op = torch.library.custom_op(
+    "torchcram::int8_linear",
+    int8_linear,
+    mutates_args=(),
+    schema="(Tensor x, Tensor values, Tensor scale, Tensor? bias) -> Tensor",
+)
+
+
+@int8_linear_op.register_fake
+def _(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
+    return x.new_empty(*x.shape[:-1], len(values))
 
 
 class Int4Linear(nn.Module):

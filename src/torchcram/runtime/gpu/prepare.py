@@ -23,6 +23,7 @@ from torchcram.runtime.gpu.layers import (
     why_not_int8,
     why_not_sparse,
 )
+from torchcram.runtime.gpu.run_modes import RunMode, choose_mode
 from torchcram.runtime.integers import find_integers
 from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torchcram.runtime.integers import Integers
     from torchcram.weights import LayerWeights, Weights
 
-__all__ = ["LayerChoice", "Prepared", "prepare_gpu"]
+__all__ = ["LayerChoice", "Prepared", "RunMode", "prepare_gpu"]
 
 LEAST = 1.05  # speedup that a layer must reach to be replaced
 TOLERANCE = 0.02  # error of outputs in 16 bits, as a fraction of the largest
@@ -66,10 +67,12 @@ class Prepared(NamedTuple):
     Attributes:
         model: Model on the GPU, in eval mode.
         layers: Kernel of every compressed layer, and the reason for it.
+        mode: Mode in which the model runs: eager, unless `compile_model` found a faster one.
     """
 
     model: nn.Module
     layers: tuple[LayerChoice, ...]
+    mode: RunMode = RunMode()
 
 
 def prepare_gpu(
@@ -79,6 +82,7 @@ def prepare_gpu(
     operator: Operator | str | None = None,
     weights: Weights | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    compile_model: bool = False,
 ) -> Prepared:
     """Returns a copy of `model` on the GPU, with layers replaced where that is measured faster.
 
@@ -92,6 +96,9 @@ def prepare_gpu(
         operator: Operator that the model was compressed with, or its text; needed if it quantizes.
         weights: Weights that were compressed; by default all `compressible_weights(model)`.
         dtype: Dtype to compute in: bfloat16 or float16.
+        compile_model: Whether to look for the fastest way to run the model as a whole, which takes
+            a minute or more: eager, compiled, captured as a CUDA graph or both, each with replaced
+            layers and all dense.
 
     Raises:
         ValueError: If there is no CUDA device, a weight is not what `operator` makes, or `dtype` is
@@ -105,8 +112,10 @@ def prepare_gpu(
     integers = _integers(model, chosen, operator)
     owners = weight_names_by_layer(model, chosen)
     twin = copy.deepcopy(model).to("cuda", dtype).eval().requires_grad_(False)
-    counts = count_rows(twin, tuple(_to_gpu(value, dtype) for value in example))
+    inputs = tuple(_to_gpu(value, dtype) for value in example)
+    counts = count_rows(twin, inputs)
     chooser, choices = Chooser(), []
+    replaced: dict[str, nn.Module] = {}
     for path, name in owners.items():
         layer = twin.get_submodule(path)
         reason = why_dense(path, layer, counts)
@@ -116,13 +125,20 @@ def prepare_gpu(
         choice, faster = chooser.choose(path, layer, counts[path], integers=integers.get(name))
         choices.append(choice)
         if faster is not None:
-            twin = _replaced(twin, path, faster)
+            replaced[path] = faster
     for name in chosen:
         if name in owners.values():
             continue
         layer = model.get_submodule(name.rpartition(".")[0])  # such as attention or an LSTM
         choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
-    return Prepared(twin, tuple(choices))
+    if not compile_model:
+        return Prepared(_with_layers(twin, replaced), tuple(choices))
+    models = {"": _with_layers(copy.deepcopy(twin), replaced)} if replaced else {}
+    models["dense, " if replaced else ""] = twin
+    prefix, fastest, mode = choose_mode(models, inputs)
+    if prefix == "dense, ":
+        choices = [_dense_after_all(choice) for choice in choices]
+    return Prepared(fastest, tuple(choices), mode)
 
 
 def weight_names_by_layer(model: nn.Module, weights: Weights) -> dict[str, str]:
@@ -186,11 +202,20 @@ def _integers(
     }
 
 
-def _replaced(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
-    if not path:  # the model is the layer itself
-        return layer
-    model.set_submodule(path, layer)
+def _with_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
+    """Replaces layers by their paths; returns the model, or the layer that is all of it."""
+    for path, layer in layers.items():
+        if not path:
+            return layer
+        model.set_submodule(path, layer)
     return model
+
+
+def _dense_after_all(choice: LayerChoice) -> LayerChoice:
+    if choice.kernel == "dense":
+        return choice
+    reason = f"{choice.reason}, but the model as a whole is faster dense"
+    return LayerChoice(choice.name, "dense", choice.speedup, reason)
 
 
 def _to_gpu(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,201 @@
+"""Which way to run a whole model is chosen, and what a captured model does with its inputs."""
+
+import pytest
+import torch
+from nets import mlp
+from torch import nn
+
+from torchcram import compress, compressible_weights
+from torchcram.operators.quantize import Quantize
+from torchcram.runtime.gpu import prepare as gpu_prepare
+from torchcram.runtime.gpu import run_modes
+from torchcram.runtime.gpu.layers import Int8Linear
+from torchcram.runtime.gpu.prepare import LayerChoice, prepare_gpu
+from torchcram.runtime.gpu.run_modes import choose_mode
+from torchcram.runtime.integers import find_integers
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model, kind):
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, x):
+        return self.model(x)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Milliseconds by mode, in place of a GPU."""
+    times = {}
+    monkeypatch.setattr(run_modes, "compile_for", lambda model, _: Wrapped(model, "compiled"))
+    monkeypatch.setattr(run_modes, "CapturedModel", lambda model, _: Wrapped(model, "captured"))
+    monkeypatch.setattr(
+        run_modes, "time_in_turns", lambda runs: {name: times.get(name, 9.0) for name in runs}
+    )
+    return times
+
+
+X = (torch.ones(2, 8),)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "kinds"),
+    [
+        ("eager", []),
+        ("compiled", ["compiled"]),
+        ("captured", ["captured"]),
+        ("compiled, captured", ["captured", "compiled"]),
+    ],
+)
+def test_the_fastest_mode_is_taken(timed, fastest, kinds):
+    timed[fastest] = 1.0
+    original = mlp()
+    prefix, model, mode = choose_mode({"": original}, X)
+    assert (prefix, mode.name, mode.failed) == ("", fastest, {})
+    assert mode.milliseconds == dict.fromkeys(mode.milliseconds, 9.0) | {fastest: 1.0}
+    assert list(mode.milliseconds) == ["eager", "compiled", "captured", "compiled, captured"]
+    for kind in kinds:
+        assert model.kind == kind
+        model = model.model
+    assert model is original
+
+
+def test_a_dense_model_may_be_the_fastest(timed):
+    timed |= {"compiled": 2.0, "dense, captured": 1.0}
+    dense, replaced = mlp(), mlp()
+    prefix, model, mode = choose_mode({"": replaced, "dense, ": dense}, X)
+    assert (prefix, mode.name) == ("dense, ", "dense, captured")
+    assert model.model is dense
+
+
+def test_a_mode_that_fails_is_left_out_and_named(timed, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(run_modes, "CapturedModel", fail)
+    timed["compiled"] = 1.0
+    _, _, mode = choose_mode({"": mlp()}, X)
+    assert list(mode.milliseconds) == ["eager", "compiled"]
+    reason = "RuntimeError: operation not permitted"
+    assert mode.failed == {"captured": reason, "compiled, captured": reason}
+
+
+def test_a_mode_that_computes_something_else_is_left_out(timed, monkeypatch):
+    monkeypatch.setattr(run_modes, "compile_for", lambda *_: Wrapped(mlp(), "another model"))
+    timed["compiled"] = 1.0
+    torch.manual_seed(0)
+    _, _, mode = choose_mode({"": mlp()}, X)
+    assert list(mode.milliseconds) == ["eager", "captured"]
+    assert mode.failed["compiled"].startswith("ValueError: outputs differ by ")
+
+
+def test_medians_are_taken_in_turns(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    order = []
+    clock = iter(range(10**6))
+    monkeypatch.setattr(run_modes.time, "perf_counter", lambda: next(clock))
+    runs = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    assert run_modes.time_in_turns(runs) == {"a": 1000.0, "b": 1000.0}
+    assert order == list("ab") * (1 + run_modes.ROUNDS)
+
+
+def test_replaced_layers_are_reported_dense_where_the_dense_model_won():
+    choice = LayerChoice("fc", "int4", 1.2, "int4 1.20 x dense, at 16 rows")
+    dense = gpu_prepare._dense_after_all(choice)
+    assert (dense.kernel, dense.speedup) == ("dense", 1.2)
+    assert dense.reason == (
+        "int4 1.20 x dense, at 16 rows, but the model as a whole is faster dense"
+    )
+    assert gpu_prepare._dense_after_all(dense) is dense
+
+
+@pytest.mark.parametrize("path", ["", "0"])
+def test_layers_are_replaced_by_path(path):
+    new = nn.Identity()
+    model = gpu_prepare._with_layers(mlp(), {path: new})
+    assert (model if path == "" else model[0]) is new
+
+
+def test_only_tensors_and_plain_values_can_leave_a_graph():
+    run_modes._require_plain({"scores": torch.ones(1), "count": 3, "none": None, "pair": [1.0, ""]})
+    with pytest.raises(ValueError, match="the outputs hold a object, which a graph cannot copy"):
+        run_modes._require_plain([torch.ones(1), object()])
+
+
+@torch.no_grad()
+def test_a_layer_in_8_bits_is_one_operator_of_a_compiled_model():
+    model = compress(nn.Sequential(nn.Linear(64, 32)), "int8")
+    integers = find_integers(compressible_weights(model), "0.weight", Quantize(8))
+    layer = Int8Linear(integers, model[0].bias)
+    x = torch.randn(3, 5, 64)
+    graphs = []
+
+    def remember(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=remember)
+    assert torch.equal(compiled(x), layer(x))
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [
+        torch.ops.torchcram.int8_linear.default
+    ]
+    arguments = (x, integers.values, integers.scale.flatten(), model[0].bias.detach())
+    torch.library.opcheck(torch.ops.torchcram.int8_linear.default, arguments)
+
+
+# On a GPU
+
+
+def wide(operator):
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))
+    return compress(model, operator)
+
+
+@pytest.mark.parametrize(("operator", "rows"), [("nm:2:4", 8192), ("int4:g128", 1), ("int8", 1)])
+class TestOnAGpu:
+    pytestmark = needs_gpu
+
+    @torch.no_grad()
+    def test_every_mode_computes_what_the_model_does(self, operator, rows):
+        model = wide(operator)
+        x = torch.randn(rows, 1024)
+        fast, layers, mode = prepare_gpu(model, (x,), operator=operator, compile_model=True)
+        assert mode.failed == {}
+        assert {"eager", "compiled", "captured", "compiled, captured"} <= {
+            name.removeprefix("dense, ") for name in mode.milliseconds
+        }
+        assert mode.milliseconds[mode.name] == min(mode.milliseconds.values())
+        if mode.name.startswith("dense"):
+            assert {layer.kernel for layer in layers} == {"dense"}
+        x = x.cuda().bfloat16()
+        expected = model.cuda().bfloat16()
+        for inputs in (x, x[: max(1, rows // 2)], x + 1):
+            assert gpu_prepare.agree(fast(inputs), expected(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestCapturedModel:
+    def test_outputs_have_memory_of_their_own(self):
+        model = mlp().cuda().requires_grad_(False)
+        x, y = torch.randn(2, 4, 8, device="cuda")
+        captured = run_modes.CapturedModel(model, (x,))
+        first, second = captured(x), captured(y)
+        torch.testing.assert_close(first, model(x))
+        torch.testing.assert_close(second, model(y))
+        assert not first.requires_grad
+
+    def test_other_inputs_run_in_the_model(self):
+        model = mlp().cuda().requires_grad_(False)
+        x = torch.randn(4, 8, device="cuda")
+        captured = run_modes.CapturedModel(model, (x,))
+        torch.testing.assert_close(captured(x[:3]), model(x[:3]))
+        needs = x.clone().requires_grad_()
+        captured(needs).sum().backward()
+        assert needs.grad is not None
