@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,6 +92,37 @@ RunFolder = Annotated[
 
 DATA = Path("data")
 RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options that `train` and `transfer` have in common, and all runs of a command share."""
+
+    data: Path
+    sets: tuple[str, ...]
+    device: str
+    eager: bool
+    eval_interval: int
+    results: Path | None
+    download: bool
+
+    def arguments(self, device: torch.device) -> list[str]:
+        """Returns these options as arguments of a command that does one of the runs alone.
+
+        The data is loaded by then, so nothing is downloaded.
+
+        Args:
+            device: Device that `self.device` stands for.
+        """
+        arguments = ["--data", str(self.data), "--device", str(device)]
+        arguments += ["--eval-interval", str(self.eval_interval)]
+        for text in self.sets:
+            arguments += ["--set", text]
+        if self.results is not None:
+            arguments += ["--results", str(self.results)]
+        if self.eager:
+            arguments += ["--eager"]
+        return arguments
 
 
 def find_device(name: str) -> torch.device:

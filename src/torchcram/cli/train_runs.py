@@ -16,6 +16,7 @@ import typer
 from torchcram.cli.errors import UsageError
 from torchcram.cli.options import (
     RUNS,
+    RunOptions,
     check_epochs,
     check_sets,
     find_device,
@@ -50,19 +51,12 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(RunOptions):
     """Options that all trainings of a command share; see `torchcram train --help`."""
 
-    data: Path
-    sets: tuple[str, ...]
     epochs: tuple[int, ...]
-    device: str
     start: Path | None
-    eager: bool
     compiled: bool
-    eval_interval: int
-    results: Path | None
-    download: bool
     sharded: bool = False
 
 
@@ -242,7 +236,7 @@ def train_in_parallel(
         load(
             recipe, options.data, download=options.download
         )  # packs it once, before all processes need it
-    jobs = {_job(training, options, str(device)): training for training in trainings}
+    jobs = {_job(training, options, device): training for training in trainings}
     environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
     share = device.type == "cuda" and at_once > 1
     with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
@@ -268,14 +262,11 @@ def train_in_parallel(
         raise typer.Exit(1)
 
 
-def _job(training: Training, options: TrainOptions, device: str) -> Job:
-    """Returns the command of a training; the data is loaded by then, so nothing is downloaded."""
+def _job(training: Training, options: TrainOptions, device: torch.device) -> Job:
+    """Returns the command of a training."""
     command = [sys.executable, "-m", "torchcram", "train", training.source, "--progress", "json"]
     command += ["--seed", str(training.seed), "--out", str(training.folder)]
-    command += ["--data", str(options.data), "--device", device]
-    command += ["--eval-interval", str(options.eval_interval)]
-    for text in options.sets:
-        command += ["--set", text]
+    command += options.arguments(device)
     if options.epochs:
         command += ["--epochs", str(training.recipe.train.epochs)]
     if len(options.epochs) > 1:  # a command with one number of epochs would not name it
@@ -283,10 +274,6 @@ def _job(training: Training, options: TrainOptions, device: str) -> Job:
         command += ["--set", f"name={recipe.name}", "--set", f"title={json.dumps(recipe.title)}"]
     if options.start is not None:
         command += ["--from", str(options.start)]
-    if options.results is not None:
-        command += ["--results", str(options.results)]
-    if options.eager:
-        command += ["--eager"]
     if options.compiled:
         command += ["--compile"]
     return Job(training.name, tuple(command))

@@ -28,6 +28,7 @@ from torchcram.cli.options import (
     Parallel,
     ResultFile,
     ResultsFolder,
+    RunOptions,
     Sets,
     check_epochs,
     check_jobs,
@@ -49,18 +50,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TransferOptions:
+class TransferOptions(RunOptions):
     """Options that all transfers of a command share; see `torchcram transfer --help`."""
 
-    data: Path
-    sets: tuple[str, ...]
     lrs: tuple[float, ...]
     epochs: int | None
-    device: str
-    eager: bool
-    eval_interval: int
-    results: Path | None
-    download: bool
 
 
 @app.command()
@@ -334,24 +328,17 @@ def _in_parallel(
 
 
 def _job(item: Transfer, options: TransferOptions, device: torch.device) -> Job:
-    """Returns the command of a transfer; the data is loaded by then, so nothing is downloaded."""
+    """Returns the command of a transfer."""
     from torchcram.experiments.training.parallel import Job
 
     command = [sys.executable, "-m", "torchcram", "transfer", str(item.source.folder)]
     command += ["--at", item.at, "--to", item.given, "--out", str(item.folder)]
     command += ["--seed", str(item.seed), "--compared-with", item.dense, "--progress", "json"]
-    command += ["--data", str(options.data), "--device", str(device)]
-    command += ["--eval-interval", str(options.eval_interval)]
-    for text in options.sets:
-        command += ["--set", text]
+    command += options.arguments(device)
     for lr in options.lrs:
         command += ["--lr", repr(lr)]
     if options.epochs is not None:
         command += ["--epochs", str(options.epochs)]
-    if options.results is not None:
-        command += ["--results", str(options.results)]
-    if options.eager:
-        command += ["--eager"]
     return Job(item.name, tuple(command))
 
 
