@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchcram.cli.errors import UsageError, usage
+from torchcram.cli.progress import say
 
 if TYPE_CHECKING:
     import torch
@@ -232,10 +233,6 @@ def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = Fals
 
 def load(recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     """Loads the dataset of a recipe; prints a line before slow work."""
-
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
-
     task = recipe.build_task()
     data: Dataset = task.load(folder, download=download, report=say)
     for note in task.notes(data, recipe.train.batch_size):

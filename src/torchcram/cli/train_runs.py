@@ -26,7 +26,7 @@ from torchcram.cli.options import (
     step_maker,
 )
 from torchcram.cli.output import show
-from torchcram.cli.progress import Style, forward, watching
+from torchcram.cli.progress import Style, forward, say, watching
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.machine import cores, versions
 from torchcram.experiments.ranks import SINGLE, Ranks
@@ -138,7 +138,7 @@ def train_in_turn(
     shows = ranks.is_first and style is not Style.json
     results = []
     if ranks.is_first and ranks.world_size > 1 and device.type == "cuda" and not options.eager:
-        typer.echo("several processes take eager steps, without CUDA graphs", err=True)
+        say("several processes take eager steps, without CUDA graphs")
     for training in trainings:
         results.append(_train(training, options, style, device=device, ranks=ranks))
         if shows:
@@ -239,7 +239,7 @@ def train_in_parallel(
     jobs = {_job(training, options, device): training for training in trainings}
     environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
     share = device.type == "cuda" and at_once > 1
-    with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
+    with shared_gpu(say, enabled=share) as gpu, watching() as watch:
         updates = {training.name: watch.training(training.name) for training in trainings}
         if watch.bars:
             for training in trainings:  # those that wait are shown too
@@ -257,7 +257,7 @@ def train_in_parallel(
     for training in done:
         typer.echo(f"run: {training.folder}")
     for failure in failures:
-        _say(failure_text(failure))
+        say(failure_text(failure))
     if failures:
         raise typer.Exit(1)
 
@@ -283,7 +283,3 @@ def failure_text(failure: Failure) -> str:
     """Returns the exit status and the last lines of a process that failed."""
     lines = "".join(f"\n  {line}" for line in failure.lines)
     return f"error: {failure.job.name} ended with exit status {failure.status}:{lines}"
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
