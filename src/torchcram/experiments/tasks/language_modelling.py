@@ -72,6 +72,7 @@ class LanguageModelling(TokenizedTask):
     """Prediction of the next token of running text, scored by perplexity; less is better."""
 
     unit: ClassVar[str] = "blocks"
+    batch_type: ClassVar[type[BlockBatches]] = BlockBatches
     can_generate: ClassVar[bool] = True
     class_dim: ClassVar[int] = -1
     # blocks of a model are numbered; embeddings and the head are not
@@ -131,26 +132,6 @@ class LanguageModelling(TokenizedTask):
         blocks, windows = len(data.train), len(data.test)
         trained = f"{train:,} training tokens in {blocks:,} blocks"
         return [f"{data.name}: {trained}, {test:,} test tokens in {windows:,} windows"]
-
-    def batches(
-        self,
-        data: TokenSet,
-        *,
-        train: bool,
-        batch_size: int,
-        device: torch.device,
-        seed: int,
-        ranks: Ranks = SINGLE,
-    ) -> BlockBatches:
-        """Returns batches of blocks to train on, or of windows to test on."""
-        return BlockBatches(
-            data.train if train else data.test,
-            batch_size=batch_size,
-            device=device,
-            seed=seed,
-            train=train,
-            shard=ranks.shard,
-        )
 
     def build_model(self, *, classes: int, pretrained: bool) -> nn.Module:  # noqa: ARG002
         """Returns a model of Transformers with its own head."""
