@@ -25,7 +25,7 @@ from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import build_section, require
 from torchcram.experiments.metrics import PERPLEXITY, perplexity
 from torchcram.experiments.models.causal import CausalModel, build_causal_model
-from torchcram.experiments.models.text import ALLOWED, is_text_model
+from torchcram.experiments.models.text import ALLOWED, is_text_model, reason_of
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import ACCURACY, Score, Task, autocast
 from torchcram.experiments.tasks.tokenized import TokenizedTask
@@ -301,9 +301,8 @@ def check_causal_model(model: nn.Module, name: str, data: TokenSet, device: torc
         with eval_mode(model), torch.random.fork_rng(devices=[]):
             scores = model(inputs).float()
     except Exception as error:  # the code of a model may raise anything
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
-            f"model {name!r} does not take the text of {data.name!r}: {reason}"
+            f"model {name!r} does not take the text of {data.name!r}: {reason_of(error)}"
         ) from error
     before = scores[:, :-1]
     apart = float((before[0] - before[1]).abs().max())

@@ -17,7 +17,7 @@ from torchcram.experiments.data.text.batches import TextBatches, padding
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.io.cache import Report
-from torchcram.experiments.models.text import build_text_model
+from torchcram.experiments.models.text import build_text_model, reason_of
 from torchcram.experiments.tasks.base import FinetuneDefaults, Score, autocast
 from torchcram.experiments.tasks.tokenized import TokenizedTask
 from torchcram.passes import eval_mode
@@ -145,10 +145,9 @@ def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
     try:
         expected, scores = _scores(model, alone, batch)
     except Exception as error:  # the code of a model may raise anything
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"model {name!r} does not take the texts of {data.name!r}, of up to {longest} tokens: "
-            f"{reason}"
+            f"{reason_of(error)}"
         ) from error
     shape = (2, longest, 2) if data.format.sentences is None else (2, len(data.classes))
     if tuple(scores.shape) != shape:
