@@ -21,6 +21,7 @@ from torchcram.cli.options import (
     find_device,
     load,
 )
+from torchcram.cli.progress import say
 
 BATCHES = (1, 16)
 
@@ -126,9 +127,6 @@ def bench(
         from torchcram.experiments.bench.run import Plan, choose_engines, run_bench
         from torchcram.report.bench import size_table, speed_tables
         from torchcram.report.generation import generation_tables
-
-        def say(line: str) -> None:
-            typer.echo(line, err=True)
 
         where = find_device(device)
         names = None if engines is None else [name.strip() for name in engines.split(",")]

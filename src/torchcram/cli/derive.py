@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -30,9 +29,6 @@ from torchcram.cli.options import (
     load,
     step_maker,
 )
-
-if TYPE_CHECKING:
-    from torchcram.experiments.recipe import Recipe
 
 
 @app.command()
@@ -71,123 +67,79 @@ def finetune(
     the training set.
     """
     with errors_in_a_line(), stoppable():
+        from torchcram.cli.output import derived_table, grid_table, show
+        from torchcram.cli.progress import watching
+        from torchcram.experiments.finetuning import finetune as train_further
+        from torchcram.experiments.finetuning import finetune_grid
         from torchcram.experiments.io.files import slug
         from torchcram.experiments.recipe.overrides import finetune_recipe, read_at
+        from torchcram.experiments.results_store import (
+            add_to_results,
+            check_results,
+            load_or_measure,
+        )
         from torchcram.experiments.sweep import read_grid
         from torchcram.experiments.training.run_folder import read_run
+        from torchcram.report.results_table import result_table
 
-        check_epochs(epochs, [*(sets or ()), *(grid or ())])
-        check_sets(sets)
+        changes = tuple(sets or ())
+        check_epochs(epochs, [*changes, *(grid or ())])
+        check_sets(changes)
         with usage():
-            read_at(at)
+            operator = read_at(at)
             grid_points = read_grid(grid or ())
         trained_by = read_run(run)[0]
         recipes = {
-            point: finetune_recipe(trained_by, at, epochs=epochs, overrides=[*(sets or ()), *point])
+            point: finetune_recipe(trained_by, at, epochs=epochs, overrides=[*changes, *point])
             for point in grid_points
         }
-        _train_on(
-            run,
-            at,
-            out or _beside(run, f"finetune-{slug(read_at(at))}"),
-            recipe=finetune_recipe(trained_by, at, epochs=epochs, overrides=sets or ()),
-            recipes=recipes,
-            results=results,
-            seed=seed,
-            data=data,
-            device=device,
-            eager=eager,
-            eval_interval=eval_interval,
-            download=download,
-        )
-
-
-def _train_on(
-    run: Path,
-    at: str,
-    out: Path,
-    *,
-    recipe: Recipe,
-    recipes: Mapping[tuple[str, ...], Recipe],
-    results: Path | None,
-    seed: int | None,
-    data: Path,
-    device: str,
-    eager: bool,
-    eval_interval: int,
-    download: bool,
-) -> None:
-    """Compresses the model of a run, trains it further, and shows the results.
-
-    Args:
-        run: Folder of a finished training.
-        at: Operator as text, or "dense".
-        out: Folder of the new run; with a grid, the folder that holds all its runs.
-        recipe: Recipe without the changes of a grid.
-        recipes: Recipes by their changes; the best of several counts.
-        results: Folder of results that the result is added to.
-        seed: Seed of the new run; by default that of `run`.
-        data: Folder of the data.
-        device: Name of the device.
-        eager: Whether to take eager steps, without CUDA graphs.
-        eval_interval: Number of epochs between two tests.
-        download: Whether to download datasets that torchvision provides.
-    """
-    from torchcram.cli.output import derived_table, grid_table, show
-    from torchcram.cli.progress import watching
-    from torchcram.experiments.finetuning import finetune, finetune_grid
-    from torchcram.experiments.results_store import (
-        add_to_results,
-        check_results,
-        load_or_measure,
-    )
-    from torchcram.report.results_table import result_table
-
-    where = find_device(device)
-    chosen: tuple[str, ...] = ()
-    images = load(recipe, data, download=download)
-    if results is not None:
-        check_results(results, recipe, seed or 0)  # rather than after the work
-    with watching() as watch:
-        if () in recipes:
-            derived = finetune(
-                run,
-                at,
-                out,
-                recipe=recipe,
-                data=images,
-                device=where,
-                seed=seed,
-                make_step=step_maker(eager),
-                eval_interval=eval_interval,
-                progress=watch.training("fine-tuning"),
-            )
-        else:
-            grid = finetune_grid(
-                run,
-                at,
-                out,
-                recipes=recipes,
-                data=images,
-                device=where,
-                seed=seed,
-                make_step=step_maker(eager),
-                progress=watch.training,
-            )
-            best = grid.best
-            out, derived, chosen = best.folder, best.finetuned, best.overrides
-    if () not in recipes:
-        show(grid_table(grid))
-    show(derived_table(derived))
-    if not derived.origin.holds_masks:  # still dense: it can be compressed to anything
-        result = load_or_measure(out, derived.trained, images, device=where)
-        show(result_table(result))
-    typer.echo(f"run: {out}")
-    if results is not None:
-        held = derived.origin.holds_masks
-        seed_result = derived.as_result() if held else result.seeds[0]
-        path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
-        typer.echo(f"result: {path}")
+        recipe = finetune_recipe(trained_by, at, epochs=epochs, overrides=changes)
+        folder = out or _beside(run, f"finetune-{slug(operator)}")
+        where = find_device(device)
+        images = load(recipe, data, download=download)
+        if results is not None:
+            check_results(results, recipe, seed or 0)  # rather than after the work
+        chosen: tuple[str, ...] = ()
+        with watching() as watch:
+            if not grid:
+                derived = train_further(
+                    run,
+                    at,
+                    folder,
+                    recipe=recipe,
+                    data=images,
+                    device=where,
+                    seed=seed,
+                    make_step=step_maker(eager),
+                    eval_interval=eval_interval,
+                    progress=watch.training("fine-tuning"),
+                )
+            else:
+                search = finetune_grid(
+                    run,
+                    at,
+                    folder,
+                    recipes=recipes,
+                    data=images,
+                    device=where,
+                    seed=seed,
+                    make_step=step_maker(eager),
+                    progress=watch.training,
+                )
+                best = search.best
+                folder, derived, chosen = best.folder, best.finetuned, best.overrides
+        if grid:
+            show(grid_table(search))
+        show(derived_table(derived))
+        if not derived.origin.holds_masks:  # still dense: it can be compressed to anything
+            result = load_or_measure(folder, derived.trained, images, device=where)
+            show(result_table(result))
+        typer.echo(f"run: {folder}")
+        if results is not None:
+            held = derived.origin.holds_masks
+            seed_result = derived.as_result() if held else result.seeds[0]
+            path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
+            typer.echo(f"result: {path}")
 
 
 def _beside(run: Path, suffix: str) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from torchcram.cli.errors import UsageError, usage
+from torchcram.cli.progress import say
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +93,37 @@ RunFolder = Annotated[
 
 DATA = Path("data")
 RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options that `train` and `transfer` have in common, and all runs of a command share."""
+
+    data: Path
+    sets: tuple[str, ...]
+    device: str
+    eager: bool
+    eval_interval: int
+    results: Path | None
+    download: bool
+
+    def arguments(self, device: torch.device) -> list[str]:
+        """Returns these options as arguments of a command that does one of the runs alone.
+
+        The data is loaded by then, so nothing is downloaded.
+
+        Args:
+            device: Device that `self.device` stands for.
+        """
+        arguments = ["--data", str(self.data), "--device", str(device)]
+        arguments += ["--eval-interval", str(self.eval_interval)]
+        for text in self.sets:
+            arguments += ["--set", text]
+        if self.results is not None:
+            arguments += ["--results", str(self.results)]
+        if self.eager:
+            arguments += ["--eager"]
+        return arguments
 
 
 def find_device(name: str) -> torch.device:
@@ -200,10 +233,6 @@ def load_in(ranks: Ranks, recipe: Recipe, folder: Path, *, download: bool = Fals
 
 def load(recipe: Recipe, folder: Path, *, download: bool = False) -> Dataset:
     """Loads the dataset of a recipe; prints a line before slow work."""
-
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
-
     task = recipe.build_task()
     data: Dataset = task.load(folder, download=download, report=say)
     for note in task.notes(data, recipe.train.batch_size):

@@ -48,6 +48,11 @@ class Watch:
         return lambda _: update(next(done), total, None)
 
 
+def say(line: str) -> None:
+    """Prints a line to standard error."""
+    typer.echo(line, err=True)
+
+
 @contextmanager
 def watching(style: Style = Style.auto, *, silent: bool = False) -> Iterator[Watch]:
     """Shows progress on standard error for a `with` block, or as JSON on standard output."""

@@ -16,6 +16,7 @@ import typer
 from torchcram.cli.errors import UsageError
 from torchcram.cli.options import (
     RUNS,
+    RunOptions,
     check_epochs,
     check_sets,
     find_device,
@@ -25,7 +26,7 @@ from torchcram.cli.options import (
     step_maker,
 )
 from torchcram.cli.output import show
-from torchcram.cli.progress import Style, forward, watching
+from torchcram.cli.progress import Style, forward, say, watching
 from torchcram.experiments.evaluation.results import read_result
 from torchcram.experiments.machine import cores, versions
 from torchcram.experiments.ranks import SINGLE, Ranks
@@ -50,19 +51,12 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(RunOptions):
     """Options that all trainings of a command share; see `torchcram train --help`."""
 
-    data: Path
-    sets: tuple[str, ...]
     epochs: tuple[int, ...]
-    device: str
     start: Path | None
-    eager: bool
     compiled: bool
-    eval_interval: int
-    results: Path | None
-    download: bool
     sharded: bool = False
 
 
@@ -144,7 +138,7 @@ def train_in_turn(
     shows = ranks.is_first and style is not Style.json
     results = []
     if ranks.is_first and ranks.world_size > 1 and device.type == "cuda" and not options.eager:
-        typer.echo("several processes take eager steps, without CUDA graphs", err=True)
+        say("several processes take eager steps, without CUDA graphs")
     for training in trainings:
         results.append(_train(training, options, style, device=device, ranks=ranks))
         if shows:
@@ -242,10 +236,10 @@ def train_in_parallel(
         load(
             recipe, options.data, download=options.download
         )  # packs it once, before all processes need it
-    jobs = {_job(training, options, str(device)): training for training in trainings}
+    jobs = {_job(training, options, device): training for training in trainings}
     environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
     share = device.type == "cuda" and at_once > 1
-    with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
+    with shared_gpu(say, enabled=share) as gpu, watching() as watch:
         updates = {training.name: watch.training(training.name) for training in trainings}
         if watch.bars:
             for training in trainings:  # those that wait are shown too
@@ -263,19 +257,16 @@ def train_in_parallel(
     for training in done:
         typer.echo(f"run: {training.folder}")
     for failure in failures:
-        _say(failure_text(failure))
+        say(failure_text(failure))
     if failures:
         raise typer.Exit(1)
 
 
-def _job(training: Training, options: TrainOptions, device: str) -> Job:
-    """Returns the command of a training; the data is loaded by then, so nothing is downloaded."""
+def _job(training: Training, options: TrainOptions, device: torch.device) -> Job:
+    """Returns the command of a training."""
     command = [sys.executable, "-m", "torchcram", "train", training.source, "--progress", "json"]
     command += ["--seed", str(training.seed), "--out", str(training.folder)]
-    command += ["--data", str(options.data), "--device", device]
-    command += ["--eval-interval", str(options.eval_interval)]
-    for text in options.sets:
-        command += ["--set", text]
+    command += options.arguments(device)
     if options.epochs:
         command += ["--epochs", str(training.recipe.train.epochs)]
     if len(options.epochs) > 1:  # a command with one number of epochs would not name it
@@ -283,10 +274,6 @@ def _job(training: Training, options: TrainOptions, device: str) -> Job:
         command += ["--set", f"name={recipe.name}", "--set", f"title={json.dumps(recipe.title)}"]
     if options.start is not None:
         command += ["--from", str(options.start)]
-    if options.results is not None:
-        command += ["--results", str(options.results)]
-    if options.eager:
-        command += ["--eager"]
     if options.compiled:
         command += ["--compile"]
     return Job(training.name, tuple(command))
@@ -296,7 +283,3 @@ def failure_text(failure: Failure) -> str:
     """Returns the exit status and the last lines of a process that failed."""
     lines = "".join(f"\n  {line}" for line in failure.lines)
     return f"error: {failure.job.name} ended with exit status {failure.status}:{lines}"
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

@@ -28,6 +28,7 @@ from torchcram.cli.options import (
     Parallel,
     ResultFile,
     ResultsFolder,
+    RunOptions,
     Sets,
     check_epochs,
     check_jobs,
@@ -36,7 +37,7 @@ from torchcram.cli.options import (
     load,
     step_maker,
 )
-from torchcram.cli.progress import Style
+from torchcram.cli.progress import Style, say
 from torchcram.cli.report import RESULTS
 
 if TYPE_CHECKING:
@@ -49,18 +50,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TransferOptions:
+class TransferOptions(RunOptions):
     """Options that all transfers of a command share; see `torchcram transfer --help`."""
 
-    data: Path
-    sets: tuple[str, ...]
     lrs: tuple[float, ...]
     epochs: int | None
-    device: str
-    eager: bool
-    eval_interval: int
-    results: Path | None
-    download: bool
 
 
 @app.command()
@@ -267,7 +261,7 @@ def _in_turn(
         except FloatingPointError as error:
             if alone:
                 raise
-            _say(f"error: {item.name}: {error}")
+            say(f"error: {item.name}: {error}")
             continue
         if style is not Style.json:
             _show(done, alone=alone)
@@ -288,7 +282,7 @@ def _show(done: Transferred, *, alone: bool) -> None:
         if done.search is not None:
             best = done.search.best
             chosen = f"{' '.join(best.overrides)}, {percent(best.held_out)} % held out"
-            typer.echo(f"{done.transfer.name}: {chosen}", err=True)
+            say(f"{done.transfer.name}: {chosen}")
         return
     if done.search is not None:
         show(lr_table(done.transfer.name, done.search))
@@ -318,7 +312,7 @@ def _in_parallel(
     made = {_job(item, options, device): item for item in items}
     environment = {THREADS: os.environ.get(THREADS, str(max(1, cores() // at_once)))}
     share = device.type == "cuda" and at_once > 1
-    with shared_gpu(_say, enabled=share) as gpu, watching() as watch:
+    with shared_gpu(say, enabled=share) as gpu, watching() as watch:
         training = cache(watch.training)  # a name has one bar
         failures = run_jobs(
             list(made),
@@ -329,31 +323,20 @@ def _in_parallel(
     failed = [failure.job for failure in failures]
     done = [item for job, item in made.items() if job not in failed]
     for failure in failures:
-        _say(failure_text(failure))
+        say(failure_text(failure))
     return [read_result(item.folder / RESULT) for item in done], bool(failures)
 
 
 def _job(item: Transfer, options: TransferOptions, device: torch.device) -> Job:
-    """Returns the command of a transfer; the data is loaded by then, so nothing is downloaded."""
+    """Returns the command of a transfer."""
     from torchcram.experiments.training.parallel import Job
 
     command = [sys.executable, "-m", "torchcram", "transfer", str(item.source.folder)]
     command += ["--at", item.at, "--to", item.given, "--out", str(item.folder)]
     command += ["--seed", str(item.seed), "--compared-with", item.dense, "--progress", "json"]
-    command += ["--data", str(options.data), "--device", str(device)]
-    command += ["--eval-interval", str(options.eval_interval)]
-    for text in options.sets:
-        command += ["--set", text]
+    command += options.arguments(device)
     for lr in options.lrs:
         command += ["--lr", repr(lr)]
     if options.epochs is not None:
         command += ["--epochs", str(options.epochs)]
-    if options.results is not None:
-        command += ["--results", str(options.results)]
-    if options.eager:
-        command += ["--eager"]
     return Job(item.name, tuple(command))
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

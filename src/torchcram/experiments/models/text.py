@@ -258,8 +258,14 @@ def named_errors(name: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files raise many kinds of errors
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"model {name!r} cannot be loaded with {what}: {reason}") from error
+        raise ValueError(
+            f"model {name!r} cannot be loaded with {what}: {reason_of(error)}"
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the beginning of an error's message in one line; without a message, its type."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import build_section, require
 from torchcram.experiments.metrics import PERPLEXITY, perplexity
 from torchcram.experiments.models.causal import CausalModel, build_causal_model
-from torchcram.experiments.models.text import ALLOWED, is_text_model
+from torchcram.experiments.models.text import ALLOWED, is_text_model, reason_of
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import ACCURACY, Score, Task, autocast
 from torchcram.experiments.tasks.tokenized import TokenizedTask
@@ -72,6 +72,7 @@ class LanguageModelling(TokenizedTask):
     """Prediction of the next token of running text, scored by perplexity; less is better."""
 
     unit: ClassVar[str] = "blocks"
+    batch_type: ClassVar[type[BlockBatches]] = BlockBatches
     can_generate: ClassVar[bool] = True
     class_dim: ClassVar[int] = -1
     # blocks of a model are numbered; embeddings and the head are not
@@ -131,26 +132,6 @@ class LanguageModelling(TokenizedTask):
         blocks, windows = len(data.train), len(data.test)
         trained = f"{train:,} training tokens in {blocks:,} blocks"
         return [f"{data.name}: {trained}, {test:,} test tokens in {windows:,} windows"]
-
-    def batches(
-        self,
-        data: TokenSet,
-        *,
-        train: bool,
-        batch_size: int,
-        device: torch.device,
-        seed: int,
-        ranks: Ranks = SINGLE,
-    ) -> BlockBatches:
-        """Returns batches of blocks to train on, or of windows to test on."""
-        return BlockBatches(
-            data.train if train else data.test,
-            batch_size=batch_size,
-            device=device,
-            seed=seed,
-            train=train,
-            shard=ranks.shard,
-        )
 
     def build_model(self, *, classes: int, pretrained: bool) -> nn.Module:  # noqa: ARG002
         """Returns a model of Transformers with its own head."""
@@ -320,9 +301,8 @@ def check_causal_model(model: nn.Module, name: str, data: TokenSet, device: torc
         with eval_mode(model), torch.random.fork_rng(devices=[]):
             scores = model(inputs).float()
     except Exception as error:  # the code of a model may raise anything
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
-            f"model {name!r} does not take the text of {data.name!r}: {reason}"
+            f"model {name!r} does not take the text of {data.name!r}: {reason_of(error)}"
         ) from error
     before = scores[:, :-1]
     apart = float((before[0] - before[1]).abs().max())

@@ -17,8 +17,7 @@ from torchcram.experiments.data.text.batches import TextBatches, padding
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.io.cache import Report
-from torchcram.experiments.models.text import build_text_model
-from torchcram.experiments.ranks import SINGLE, Ranks
+from torchcram.experiments.models.text import build_text_model, reason_of
 from torchcram.experiments.tasks.base import FinetuneDefaults, Score, autocast
 from torchcram.experiments.tasks.tokenized import TokenizedTask
 from torchcram.passes import eval_mode
@@ -44,6 +43,7 @@ class TextTask(TokenizedTask):
     text: TextConfig
 
     unit: ClassVar[str] = "sequences"
+    batch_type: ClassVar[type[TextBatches]] = TextBatches
 
     @property
     def metric(self) -> str:
@@ -66,26 +66,6 @@ class TextTask(TokenizedTask):
         """Returns how much of the training batches is padding."""
         share = padding(data.train, batch_size)
         return [f"{data.name}: {100 * share:.1f} % of the tokens in training batches is padding"]
-
-    def batches(
-        self,
-        data: TextSet,
-        *,
-        train: bool,
-        batch_size: int,
-        device: torch.device,
-        seed: int,
-        ranks: Ranks = SINGLE,
-    ) -> TextBatches:
-        """Returns batches of sequences of similar length."""
-        return TextBatches(
-            data.train if train else data.test,
-            batch_size=batch_size,
-            device=device,
-            seed=seed,
-            train=train,
-            shard=ranks.shard,
-        )
 
     def build_model(self, *, classes: int, pretrained: bool) -> nn.Module:  # noqa: ARG002
         """Returns a model of Transformers with a head for the task."""
@@ -165,10 +145,9 @@ def check_text_model(model: nn.Module, name: str, data: TextSet) -> None:
     try:
         expected, scores = _scores(model, alone, batch)
     except Exception as error:  # the code of a model may raise anything
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"model {name!r} does not take the texts of {data.name!r}, of up to {longest} tokens: "
-            f"{reason}"
+            f"{reason_of(error)}"
         ) from error
     shape = (2, longest, 2) if data.format.sentences is None else (2, len(data.classes))
     if tuple(scores.shape) != shape:

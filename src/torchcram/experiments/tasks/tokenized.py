@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import require
 from torchcram.experiments.models.text import load_tokenizer, save_folder
+from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import FinetuneDefaults, Task
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from torchcram.experiments.data.text.batches import TextBatches
+    from torchcram.experiments.data.text.blocks import BlockBatches
     from torchcram.weights import Weights
 
 FINETUNE_EPOCHS = 2
@@ -24,9 +28,14 @@ FINETUNE_EPOCHS = 2
 
 @dataclass(frozen=True)
 class TokenizedTask(Task):
-    """A task about text, with a model of Transformers that the text is tokenised for."""
+    """A task about text, with a model of Transformers that the text is tokenised for.
+
+    Attributes:
+        batch_type: Class of the batches of a split.
+    """
 
     is_transformers: ClassVar[bool] = True
+    batch_type: ClassVar[type[TextBatches | BlockBatches]]
 
     @abstractmethod
     def read(
@@ -55,6 +64,26 @@ class TokenizedTask(Task):
         if folder is None:
             raise ValueError(f"dataset {self.data.name!r} needs the folder that the data lies in")
         return self.read(folder, tokenizer=partial(load_tokenizer, self.model.name), report=report)
+
+    def batches(
+        self,
+        data: Any,  # noqa: ANN401
+        *,
+        train: bool,
+        batch_size: int,
+        device: torch.device,
+        seed: int,
+        ranks: Ranks = SINGLE,
+    ) -> TextBatches | BlockBatches:
+        """Returns the batches of the training split or of the test split."""
+        return self.batch_type(
+            data.train if train else data.test,
+            batch_size=batch_size,
+            device=device,
+            seed=seed,
+            train=train,
+            shard=ranks.shard,
+        )
 
     def check_recipe(self) -> None:
         """Raises `BadValue` for settings of images."""
