@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,15 @@ def test_bad_input_is_a_line(run):
     assert "holds another run" in fail("finetune", run, "--at", "global:0.9", "--out", run)
     assert command("finetune", run).exit_code == 2
     assert [path.name for path in run.parent.iterdir()] == ["seed0"]
+
+
+def test_results_of_another_recipe_are_refused_before_the_training(run, tmp_path):
+    seven = shutil.copytree(run, tmp_path / "seed7")
+    info = json.loads((seven / "run.json").read_text())
+    (seven / "run.json").write_text(json.dumps({**info, "seed": 7}))
+    order = ("finetune", seven, "--at", "global:0.9", "--results", tmp_path / "results")
+    succeed(*order, "--epochs", 1, "--out", tmp_path / "one")
+    for options, seed in (((), 7), (("--seed", 4), 4)):
+        message = fail(*order, "--epochs", 2, *options, "--out", tmp_path / "two")
+        assert f"seed {seed} was trained with another recipe than the earlier seeds" in message
+    assert not (tmp_path / "two").exists()

@@ -88,7 +88,7 @@ def finetune(
         with usage():
             operator = read_at(at)
             grid_points = read_grid(grid or ())
-        trained_by = read_run(run)[0]
+        trained_by, info = read_run(run)
         recipes = {
             point: finetune_recipe(trained_by, at, epochs=epochs, overrides=[*changes, *point])
             for point in grid_points
@@ -98,7 +98,7 @@ def finetune(
         where = find_device(device)
         images = load(recipe, data, download=download)
         if results is not None:
-            check_results(results, recipe, seed or 0)  # rather than after the work
+            check_results(results, recipe, info.seed if seed is None else seed)  # before the work
         chosen: tuple[str, ...] = ()
         with watching() as watch:
             if not grid:
