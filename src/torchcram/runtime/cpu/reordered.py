@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcram.runtime.cpu.ops import operators, register
+from torchcram.runtime.cpu.ops.common import operators, register
 from torchcram.runtime.cpu.tensor_cache import TensorCache
 
 operators.define("reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -1,0 +1,58 @@
+"""Attention of all tokens to all tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.ops.common import operators, register, require_floats
+
+operators.define(
+    "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor"
+)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
+    _require_same_shape(query, key, value, heads)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    batch, tokens, features = query.shape
+    y = torch.empty_like(query)
+    done = y.numel() == 0 or kernels().torchcram_attention(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), batch, tokens, heads),
+        *(features // heads, scale, y.data_ptr(), torch.get_num_threads()),
+    )
+    if done:
+        return y
+    q, k, v = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    return functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+
+
+def _attention_shape(
+    query: Tensor, _key: Tensor, _value: Tensor, _heads: int, _scale: float
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
+    _require_same_shape(query, key, value, heads)
+    size = heads, query.shape[2] // heads
+    q, k, v = (each.unflatten(2, size).transpose(1, 2) for each in (query, key, value))
+    weights = functional.softmax(q @ k.transpose(2, 3) * scale, dim=3)
+    y: Tensor = weights @ v
+    return y.transpose(1, 2).flatten(2)
+
+
+def _require_same_shape(query: Tensor, key: Tensor, value: Tensor, heads: int) -> None:
+    for each in (query, key, value):
+        require_floats(each)
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    if shapes != shapes[:1] * 3 or query.dim() != 3 or heads < 1 or query.shape[2] % heads:
+        raise ValueError(
+            "query, key and value must have the same shape (sequences, tokens, features), with "
+            f"features divisible by the heads, got shapes {shapes} for {heads} heads"
+        )
+
+
+register("attention", _attention, shape=_attention_shape, dense=_dense_attention)
