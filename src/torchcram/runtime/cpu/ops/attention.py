@@ -7,11 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu.ops.common import operators, register, require_floats
-
-operators.define(
-    "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor"
-)
+from torchcram.runtime.cpu.ops.common import register, require_floats
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
@@ -25,8 +21,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: flo
     )
     if done:
         return y
-    q, k, v = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value))
-    return functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+    q, k, v = _split_heads(query, key, value, heads)
+    return _join_heads(functional.scaled_dot_product_attention(q, k, v, scale=scale))
 
 
 def _attention_shape(
@@ -37,10 +33,17 @@ def _attention_shape(
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: float) -> Tensor:
     _require_same_shape(query, key, value, heads)
-    size = heads, query.shape[2] // heads
-    q, k, v = (each.unflatten(2, size).transpose(1, 2) for each in (query, key, value))
+    q, k, v = _split_heads(query, key, value, heads)
     weights = functional.softmax(q @ k.transpose(2, 3) * scale, dim=3)
-    y: Tensor = weights @ v
+    return _join_heads(weights @ v)
+
+
+def _split_heads(query: Tensor, key: Tensor, value: Tensor, heads: int) -> list[Tensor]:
+    size = heads, query.shape[2] // heads
+    return [each.unflatten(2, size).transpose(1, 2) for each in (query, key, value)]
+
+
+def _join_heads(y: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(2)
 
 
@@ -55,4 +58,9 @@ def _require_same_shape(query: Tensor, key: Tensor, value: Tensor, heads: int) -
         )
 
 
-register("attention", _attention, shape=_attention_shape, dense=_dense_attention)
+register(
+    "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor",
+    _attention,
+    shape=_attention_shape,
+    dense=_dense_attention,
+)

@@ -13,27 +13,29 @@ if TYPE_CHECKING:
 
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 
-operators = torch.library.Library("torchcram", "FRAGMENT")
+_library = torch.library.Library("torchcram", "FRAGMENT")
 
 
 def register(
-    name: str,
+    schema: str,
     kernel: Callable[..., Tensor],
     *,
     shape: Callable[..., Tensor],
     dense: Callable[..., Tensor],
 ) -> None:
-    """Registers the implementations of an operator that has been defined.
+    """Defines an operator of `torch.ops.torchcram` and registers its implementations.
 
     Args:
-        name: Name of the operator.
+        schema: Name, arguments and result of the operator.
         kernel: Function that computes it on the CPU.
         shape: Function that returns an empty output, for tensors without data.
         dense: Function that computes the same with differentiable operators of torch, or raises an
             error that explains why there is no derivative.
     """
-    operators.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"torchcram::{name}", shape, lib=operators)
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CPU")
+    torch.library.register_fake(f"torchcram::{name}", shape, lib=_library)
     overload = getattr(torch.ops.torchcram, name).default
 
     def differentiable(keys: torch._C.DispatchKeySet, *arguments: object) -> Tensor:
@@ -45,7 +47,7 @@ def register(
             y: Tensor = overload(*arguments)
         return y
 
-    operators.impl(name, differentiable, "Autograd", with_keyset=True)
+    _library.impl(name, differentiable, "Autograd", with_keyset=True)
 
 
 def _differentiated(arguments: tuple[object, ...]) -> bool:

@@ -18,7 +18,6 @@ from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.memory_format import CONTIGUOUS, INNERMOST, empty_images, output_layout
 from torchcram.runtime.cpu.ops.common import (
     expand_residual,
-    operators,
     pointer,
     register,
     require_floats,
@@ -28,11 +27,6 @@ from torchcram.runtime.cpu.packing import Geometry, check_packed, convolution_st
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-operators.define(
-    "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
-    "int[] geometry, bool by_images, bool relu, bool channels_last=False) -> Tensor"
-)
 
 
 def _sparse_conv2d(
@@ -48,7 +42,7 @@ def _sparse_conv2d(
 ) -> Tensor:
     rows = rows_of(packed)
     require_rows("bias", bias, rows)
-    shape = _geometry(geometry)
+    shape = _geometry(tuple(geometry))
     size = _output_size(x, shape, features)
     batch, channels, height, width = x.shape
     native = INNERMOST if by_images else CONTIGUOUS
@@ -92,7 +86,7 @@ def _sparse_conv2d_shape(
     channels_last: bool = False,
 ) -> Tensor:
     layout = output_layout(x, by_images=by_images, channels_last=channels_last)
-    return empty_images(x, _output_size(x, _geometry(geometry), features), layout)
+    return empty_images(x, _output_size(x, _geometry(tuple(geometry)), features), layout)
 
 
 def _dense_conv2d(
@@ -106,7 +100,7 @@ def _dense_conv2d(
     relu: bool,
     channels_last: bool = False,
 ) -> Tensor:
-    shape = _geometry(geometry)
+    shape = _geometry(tuple(geometry))
     _output_size(x, shape, features)  # raises if `x` is no batch of images
     weight = unpack_conv2d(packed, x.shape[1], features, geometry, by_images=by_images)
     if channels_last:
@@ -131,7 +125,7 @@ def unpack_conv2d(
     Raises:
         ValueError: If the packed matrix has another shape.
     """
-    shape = _geometry(geometry)
+    shape = _geometry(tuple(geometry))
     (rows, columns), (down, right) = shape.kernel, shape.dilation
     count = channels * rows * columns
     # One image for each weight of a kernel: as large as the kernel, with a one at that weight.
@@ -158,12 +152,8 @@ def _output_size(x: Tensor, shape: Geometry, features: int) -> tuple[int, ...]:
     return images, features, rows, columns
 
 
-def _geometry(numbers: Sequence[int]) -> Geometry:
-    return _geometry_of(tuple(numbers))
-
-
 @functools.lru_cache(maxsize=1024)
-def _geometry_of(numbers: tuple[int, ...]) -> Geometry:
+def _geometry(numbers: tuple[int, ...]) -> Geometry:
     if len(numbers) != 8:
         raise ValueError(f"geometry must have 8 numbers, got {numbers}")
     pairs = [(numbers[i], numbers[i + 1]) for i in range(0, 8, 2)]
@@ -194,4 +184,10 @@ def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
     return y, size
 
 
-register("sparse_conv2d", _sparse_conv2d, shape=_sparse_conv2d_shape, dense=_dense_conv2d)
+register(
+    "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
+    "int[] geometry, bool by_images, bool relu, bool channels_last=False) -> Tensor",
+    _sparse_conv2d,
+    shape=_sparse_conv2d_shape,
+    dense=_dense_conv2d,
+)

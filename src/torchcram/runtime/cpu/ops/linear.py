@@ -12,7 +12,6 @@ from torch.nn import functional
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.ops.common import (
     expand_residual,
-    operators,
     pointer,
     register,
     require_floats,
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-
-operators.define(
-    "sparse_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int features, "
-    "str activation) -> Tensor"
-)
-operators.define(
-    "sparse_feed_forward(Tensor x, Tensor packed, Tensor? bias, str activation, Tensor then, "
-    "Tensor? then_bias, Tensor? residual, int features, int? middle=None) -> Tensor"
-)
 
 
 def _sparse_linear(
@@ -54,17 +44,6 @@ def _sparse_linear(
         )
 
     return run_on_tokens(run, (packed,), x, residual, features=features, rows=rows)
-
-
-def _sparse_linear_shape(
-    x: Tensor,
-    _packed: Tensor,
-    _bias: Tensor | None,
-    _residual: Tensor | None,
-    features: int,
-    _activation: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features))
 
 
 def _dense_linear(
@@ -135,17 +114,8 @@ def _sparse_feed_forward(
     return run_on_tokens(run, (packed, then), x, residual, features=features, rows=rows)
 
 
-def _sparse_feed_forward_shape(
-    x: Tensor,
-    _packed: Tensor,
-    _bias: Tensor | None,
-    _activation: str,
-    _then: Tensor,
-    _then_bias: Tensor | None,
-    _residual: Tensor | None,
-    features: int,
-    _middle: int | None = None,
-) -> Tensor:
+def _sparse_feed_forward_shape(x: Tensor, *rest: int) -> Tensor:
+    features = rest[6]  # `middle` follows unless it has its default
     return x.new_empty((*x.shape[:-1], features))
 
 
@@ -166,13 +136,10 @@ def _dense_feed_forward(
     return _dense_linear(h, then, then_bias, residual, features, "none")
 
 
-register("sparse_linear", _sparse_linear, shape=_sparse_linear_shape, dense=_dense_linear)
-register(
-    "sparse_feed_forward",
-    _sparse_feed_forward,
-    shape=_sparse_feed_forward_shape,
-    dense=_dense_feed_forward,
-)
+def linear_shape(x: Tensor, *rest: int) -> Tensor:
+    """Returns empty outputs of an operator whose last arguments are `features` and `activation`."""
+    features = rest[-2]
+    return x.new_empty((*x.shape[:-1], features))
 
 
 def run_on_tokens(
@@ -231,3 +198,19 @@ def activation_number(name: str) -> int:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
     return ACTIVATIONS.index(name)
+
+
+register(
+    "sparse_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int features, "
+    "str activation) -> Tensor",
+    _sparse_linear,
+    shape=linear_shape,
+    dense=_dense_linear,
+)
+register(
+    "sparse_feed_forward(Tensor x, Tensor packed, Tensor? bias, str activation, Tensor then, "
+    "Tensor? then_bias, Tensor? residual, int features, int? middle=None) -> Tensor",
+    _sparse_feed_forward,
+    shape=_sparse_feed_forward_shape,
+    dense=_dense_feed_forward,
+)

@@ -11,22 +11,12 @@ import torch
 from torch import Tensor
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu.ops.common import operators, pointer, register, require_rows
-from torchcram.runtime.cpu.ops.linear import activation_number, run_on_tokens
+from torchcram.runtime.cpu.ops.common import pointer, register, require_rows
+from torchcram.runtime.cpu.ops.linear import activation_number, linear_shape, run_on_tokens
 from torchcram.runtime.cpu.packing import rows_of
 
 Layer = ctypes.Array[ctypes.c_int64]
 """A layer as the kernels take it: `LayerInt8` in packed.h."""
-
-_LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
-operators.define(
-    f"sparse_linear_int8(Tensor x, {_LAYER.format('')}, Tensor? residual, int features, "
-    "str activation) -> Tensor"
-)
-operators.define(
-    f"sparse_feed_forward_int8(Tensor x, {_LAYER.format('')}, {_LAYER.format('then_')}, "
-    "Tensor? residual, int features, str activation) -> Tensor"
-)
 
 
 def _layer(
@@ -100,11 +90,6 @@ def _sparse_feed_forward_int8(
     )
 
 
-def _int8_shape(x: Tensor, *rest: int) -> Tensor:
-    features = rest[-2]  # the activation is the last argument
-    return x.new_empty((*x.shape[:-1], features))
-
-
 def _no_derivative(*_: object) -> Tensor:
     raise RuntimeError(
         "sparse layers in 8 bits have no derivatives, because they round their inputs: run them "
@@ -112,7 +97,18 @@ def _no_derivative(*_: object) -> Tensor:
     )
 
 
-register("sparse_linear_int8", _sparse_linear_int8, shape=_int8_shape, dense=_no_derivative)
+_LAYER = "Tensor {0}packed, Tensor {0}start, Tensor {0}scales, Tensor? {0}bias"
+_REST = "Tensor? residual, int features, str activation"
 register(
-    "sparse_feed_forward_int8", _sparse_feed_forward_int8, shape=_int8_shape, dense=_no_derivative
+    f"sparse_linear_int8(Tensor x, {_LAYER.format('')}, {_REST}) -> Tensor",
+    _sparse_linear_int8,
+    shape=linear_shape,
+    dense=_no_derivative,
+)
+register(
+    "sparse_feed_forward_int8"
+    f"(Tensor x, {_LAYER.format('')}, {_LAYER.format('then_')}, {_REST}) -> Tensor",
+    _sparse_feed_forward_int8,
+    shape=linear_shape,
+    dense=_no_derivative,
 )
