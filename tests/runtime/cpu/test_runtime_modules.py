@@ -176,6 +176,16 @@ def test_outputs_without_data_have_the_same_shape_and_strides():
         assert (empty.shape, empty.stride()) == (expected.shape, expected.stride()), operator
 
 
+@pytest.mark.parametrize("shape", [(3, 7, 6), (1, 4, 3, 7, 6)])
+def test_convolutions_without_data_refuse_what_is_no_batch_of_images(shape):
+    conv = SparseConv2d(sparse_weight(6, 3, 3, 3), None, Geometry((3, 3)))
+    arguments = (conv.packed, None, None, 6, conv._numbers, False, False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(shape)
+        with pytest.raises(ValueError, match=r"not \(images, channels, rows, columns\)"):
+            OPERATORS.sparse_conv2d(x, *arguments)
+
+
 def test_export_keeps_the_operators():
     model, x = net(), torch.randn(2, 3, 6, 6)
     with torch.no_grad():

@@ -85,8 +85,9 @@ def _sparse_conv2d_shape(
     _relu: bool,
     channels_last: bool = False,
 ) -> Tensor:
+    size = _output_size(x, _geometry(tuple(geometry)), features)
     layout = output_layout(x, by_images=by_images, channels_last=channels_last)
-    return empty_images(x, _output_size(x, _geometry(tuple(geometry)), features), layout)
+    return empty_images(x, size, layout)
 
 
 def _dense_conv2d(
