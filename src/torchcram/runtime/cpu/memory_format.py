@@ -1,12 +1,15 @@
-"""The order in which the dimensions of a batch of images lie in memory."""
+"""Memory formats of batches of images.
+
+A format is described by its `dim_order`, as in `torch.Tensor.dim_order`: the dimensions of (image,
+channel, row, column) from the outermost to the innermost in memory.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# Dimensions of (image, channel, row, column), from the outermost to the innermost in memory.
-CONTIGUOUS, _CHANNELS_LAST, INNERMOST = (0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)
-_BACK = (3, 2, 0, 1)  # inverse of INNERMOST
+CONTIGUOUS, _CHANNELS_LAST, IMAGES_INNERMOST = (0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)
+_BACK = (3, 2, 0, 1)  # inverse of IMAGES_INNERMOST
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -30,27 +33,33 @@ def is_channels_last(x: Tensor) -> bool:
 
 def images_innermost(x: Tensor) -> Tensor:
     """Returns a batch of images with the images as the innermost dimension in memory."""
-    return x.permute(INNERMOST).contiguous().permute(_BACK)
+    return x.permute(IMAGES_INNERMOST).contiguous().permute(_BACK)
 
 
-def output_layout(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[int, ...]:
-    """Returns the dimensions of the output from the outermost to the innermost in memory."""
+def output_dim_order(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[int, ...]:
+    """Returns the dim_order of the outputs of a convolution.
+
+    Args:
+        x: Inputs.
+        by_images: Whether the kernel computes with panels of images.
+        channels_last: Whether the dense weight is channels_last.
+    """
     if is_channels_last(x):
         return _CHANNELS_LAST
-    if by_images and not x.is_contiguous() and x.permute(INNERMOST).is_contiguous():
-        return INNERMOST
+    if by_images and not x.is_contiguous() and x.permute(IMAGES_INNERMOST).is_contiguous():
+        return IMAGES_INNERMOST
     return _CHANNELS_LAST if channels_last and len(x) else CONTIGUOUS  # as in torch
 
 
-def empty_images(x: Tensor, size: tuple[int, ...], layout: tuple[int, ...]) -> Tensor:
-    """Returns images of this size without values, like `x` in dtype and device.
+def empty_images(x: Tensor, size: tuple[int, ...], dim_order: tuple[int, ...]) -> Tensor:
+    """Returns an uninitialized batch of images.
 
     Args:
-        x: Tensor whose dtype and device they have.
+        x: Tensor that gives the dtype and the device.
         size: Numbers of images, channels, rows and columns.
-        layout: Dimensions from the outermost to the innermost in memory.
+        dim_order: Order of the dimensions in memory.
     """
-    if layout == CONTIGUOUS:
+    if dim_order == CONTIGUOUS:
         return x.new_empty(size)
-    back = [layout.index(dimension) for dimension in range(4)]
-    return x.new_empty([size[dimension] for dimension in layout]).permute(back)
+    back = [dim_order.index(dimension) for dimension in range(4)]
+    return x.new_empty([size[dimension] for dimension in dim_order]).permute(back)

@@ -43,7 +43,7 @@ def _suits(x: Tensor, weight: Tensor, dim: int) -> bool:
     return x.dtype == weight.dtype == torch.float32
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dim() < 2 or not _suits(x, weight, -1):
         return functional.linear(x, weight, bias)
     tokens = x.reshape(-1, x.shape[-1])
@@ -54,14 +54,14 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], len(weight))
 
 
-def _shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+def _fake_linear(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 register(
     "reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    _run,
-    shape=_shape,
+    _run_linear,
+    fake=_fake_linear,
     dense=functional.linear,
 )
 
@@ -89,7 +89,7 @@ register(
     "reordered_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] dilation) -> Tensor",
     _run_conv2d,
-    shape=functional.conv2d,
+    fake=functional.conv2d,
     dense=functional.conv2d,
 )
 

@@ -1,4 +1,4 @@
-"""Attention of all tokens to all tokens."""
+"""Self-attention without a mask: of all tokens of a sequence to all tokens of it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, heads: int, scale: flo
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     batch, tokens, features = query.shape
     y = torch.empty_like(query)
-    done = y.numel() == 0 or kernels().torchcram_attention(
+    computed = y.numel() == 0 or kernels().torchcram_attention(
         *(query.data_ptr(), key.data_ptr(), value.data_ptr(), batch, tokens, heads),
         *(features // heads, scale, y.data_ptr(), torch.get_num_threads()),
     )
-    if done:
+    if computed:
         return y
+    # The kernel takes heads of a multiple of 16 features and no scale below 1e-30.
     q, k, v = _split_heads(query, key, value, heads)
     return _join_heads(functional.scaled_dot_product_attention(q, k, v, scale=scale))
 
 
-def _attention_shape(
+def _fake_attention(
     query: Tensor, _key: Tensor, _value: Tensor, _heads: int, _scale: float
 ) -> Tensor:
     return query.new_empty(query.shape)
@@ -61,6 +62,6 @@ def _require_same_shape(query: Tensor, key: Tensor, value: Tensor, heads: int) -
 register(
     "attention(Tensor query, Tensor key, Tensor value, int heads, float scale) -> Tensor",
     _attention,
-    shape=_attention_shape,
+    fake=_fake_attention,
     dense=_dense_attention,
 )

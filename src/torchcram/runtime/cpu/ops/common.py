@@ -1,4 +1,4 @@
-"""What all operators share: their registration and the checks of their arguments."""
+"""What the operators share: their registration and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ def register(
     schema: str,
     kernel: Callable[..., Tensor],
     *,
-    shape: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
     dense: Callable[..., Tensor],
 ) -> None:
     """Defines an operator of `torch.ops.torchcram` and registers its implementations.
 
+    All of them get the arguments by position, without those at the end that have their default.
+
     Args:
-        schema: Name, arguments and result of the operator.
-        kernel: Function that computes it on the CPU.
-        shape: Function that returns an empty output, for tensors without data.
-        dense: Function that computes the same with differentiable operators of torch, or raises an
-            error that explains why there is no derivative.
+        schema: Name, arguments and result of the operator, as in `torch.library.define`.
+        kernel: Function that computes the output on the CPU.
+        fake: Function that returns an empty output of the same shape and strides. It is called with
+            tensors without data, by torch.compile and torch.export.
+        dense: Function that computes the output with differentiable operators of torch, or raises
+            an error that explains why there is no derivative.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"torchcram::{name}", shape, lib=_library)
+    torch.library.register_fake(f"torchcram::{name}", fake, lib=_library)
     overload = getattr(torch.ops.torchcram, name).default
 
     def differentiable(keys: torch._C.DispatchKeySet, *arguments: object) -> Tensor:
         if _differentiated(arguments):
             return dense(*arguments)
         if (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() == torch._C.DispatchKey.CPU:
-            return kernel(*arguments)  # the dispatcher would call it, too, but more slowly
+            return kernel(*arguments)  # the dispatcher would call it too, but more slowly
         with torch._C._AutoDispatchBelowAutograd():
             y: Tensor = overload(*arguments)
         return y
@@ -99,9 +102,10 @@ def require_rows(
     """
     if tensor is None:
         return
-    together = tensor.is_contiguous()
-    if tensor.dtype != dtype or tensor.shape != (rows,) or not together:
-        given = f"{tuple(tensor.shape)} and {tensor.dtype}{'' if together else ', not contiguous'}"
+    contiguous = tensor.is_contiguous()
+    if tensor.dtype != dtype or tensor.shape != (rows,) or not contiguous:
+        given = f"{tuple(tensor.shape)} and {tensor.dtype}"
+        given += "" if contiguous else ", not contiguous"
         raise ValueError(f"{name} is of shape {given}: it must hold {rows} values of {dtype}")
 
 

@@ -1,7 +1,7 @@
 """Convolutions.
 
 The kernels read and write [image][channel][row][column] or, with `by_images`,
-[row][column][channel][image]. Outputs have the memory layout of the inputs, and channels_last if
+[row][column][channel][image]. Outputs have the memory format of the inputs, and channels_last if
 those of a dense convolution would have it.
 """
 
@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu.memory_format import CONTIGUOUS, INNERMOST, empty_images, output_layout
+from torchcram.runtime.cpu.memory_format import (
+    CONTIGUOUS,
+    IMAGES_INNERMOST,
+    empty_images,
+    output_dim_order,
+)
 from torchcram.runtime.cpu.ops.common import (
     expand_residual,
     pointer,
@@ -45,15 +50,15 @@ def _sparse_conv2d(
     shape = _geometry(tuple(geometry))
     size = _output_size(x, shape, features)
     batch, channels, height, width = x.shape
-    native = INNERMOST if by_images else CONTIGUOUS
+    native = IMAGES_INNERMOST if by_images else CONTIGUOUS
     y = empty_images(x, size, native)
-    residual = _like_output(residual, y, by_images)
+    residual = _expand_residual(residual, y, by_images)
     if by_images:
-        planes, padded = x.permute(INNERMOST).contiguous(), (height, width)
+        images, padded = x.permute(IMAGES_INNERMOST).contiguous(), (height, width)
     else:
-        planes, padded = _padded(x, shape)
-    good = rows == features and kernels().torchcram_convolution(
-        planes.data_ptr(),
+        images, padded = _pad(x, shape)
+    computed = rows == features and kernels().torchcram_convolution(
+        images.data_ptr(),
         convolution_struct(shape, batch, channels, (height, width), padded),
         features,
         packed.data_ptr(),
@@ -65,16 +70,16 @@ def _sparse_conv2d(
         y.data_ptr(),
         torch.get_num_threads(),
     )
-    if not good:
+    if not computed:
         check_packed(packed)  # raises if it was overwritten without torch noticing
         raise ValueError(
             f"the packed matrix does not hold {shape} from {channels} channels to {features}"
         )
-    layout = output_layout(x, by_images=by_images, channels_last=channels_last)
-    return y if layout == native else empty_images(x, size, layout).copy_(y)
+    dim_order = output_dim_order(x, by_images=by_images, channels_last=channels_last)
+    return y if dim_order == native else empty_images(x, size, dim_order).copy_(y)
 
 
-def _sparse_conv2d_shape(
+def _fake_conv2d(
     x: Tensor,
     _packed: Tensor,
     _bias: Tensor | None,
@@ -86,8 +91,8 @@ def _sparse_conv2d_shape(
     channels_last: bool = False,
 ) -> Tensor:
     size = _output_size(x, _geometry(tuple(geometry)), features)
-    layout = output_layout(x, by_images=by_images, channels_last=channels_last)
-    return empty_images(x, size, layout)
+    dim_order = output_dim_order(x, by_images=by_images, channels_last=channels_last)
+    return empty_images(x, size, dim_order)
 
 
 def _dense_conv2d(
@@ -161,14 +166,14 @@ def _geometry(numbers: tuple[int, ...]) -> Geometry:
     return Geometry(*pairs)
 
 
-def _like_output(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
+def _expand_residual(residual: Tensor | None, y: Tensor, by_images: bool) -> Tensor | None:
     if residual is None:
         return None
     residual = expand_residual(y, residual)
-    return residual.permute(INNERMOST).contiguous() if by_images else residual.contiguous()
+    return residual.permute(IMAGES_INNERMOST).contiguous() if by_images else residual.contiguous()
 
 
-def _padded(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
+def _pad(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
     """Returns padded images [image][channel][remainder][row][column] and their rows and columns."""
     (top, left), stride = shape.padding, shape.stride[1]
     height, width = x.shape[2:]
@@ -189,6 +194,6 @@ register(
     "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
     "int[] geometry, bool by_images, bool relu, bool channels_last=False) -> Tensor",
     _sparse_conv2d,
-    shape=_sparse_conv2d_shape,
+    fake=_fake_conv2d,
     dense=_dense_conv2d,
 )

@@ -1,4 +1,4 @@
-"""Linear layers."""
+"""Linear layers, and pairs of them with an activation between."""
 
 from __future__ import annotations
 
@@ -25,6 +25,72 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
 
+def activation_number(name: str) -> int:
+    """Returns the number of an activation in the C interface.
+
+    Raises:
+        ValueError: If there is no kernel for it.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
+    return ACTIVATIONS.index(name)
+
+
+def run_on_tokens(
+    run: Callable[[int, int, int, int | None, int], int],
+    matrices: tuple[Tensor, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    *,
+    features: int,
+    rows: int,
+) -> Tensor:
+    """Runs a kernel that maps the last dimension of `x` to another number of features.
+
+    Args:
+        run: Kernel. It is called with the address of the inputs, the number of tokens and of input
+            features, and the addresses of the residual and of the outputs. It returns 0 if the
+            packed matrix has another shape.
+        matrices: Packed matrices that the kernel uses.
+        x: Inputs (..., features).
+        residual: Tensor that is added to the outputs, or None.
+        features: Number of output features.
+        rows: Number of rows of the last matrix.
+
+    Raises:
+        ValueError: If the packed matrix, the inputs and the residual do not fit together.
+    """
+    _require_tokens(x)
+    x = x.contiguous()
+    inner = x.shape[-1]
+    y = x.new_empty((*x.shape[:-1], features))
+    residual = None if residual is None else expand_residual(y, residual).contiguous()
+    tokens = math.prod(x.shape[:-1])
+    computed = rows == features and run(
+        x.data_ptr(), tokens, inner, pointer(residual), y.data_ptr()
+    )
+    if not computed:
+        for packed in matrices:  # raises if it was overwritten without torch noticing
+            check_packed(packed)
+        raise ValueError(
+            f"the packed matrix does not map {inner} features to {features}, or this "
+            "machine has no kernel for it"
+        )
+    return y
+
+
+def _require_tokens(x: Tensor) -> None:
+    require_floats(x)
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, got a scalar")
+
+
+def fake_linear(x: Tensor, *rest: int) -> Tensor:
+    """Returns empty outputs of an operator whose schema ends in `int features, str activation`."""
+    features = rest[-2]
+    return x.new_empty((*x.shape[:-1], features))
+
+
 def _sparse_linear(
     x: Tensor,
     packed: Tensor,
@@ -37,9 +103,9 @@ def _sparse_linear(
     require_rows("bias", bias, rows)
     number = activation_number(activation)
 
-    def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
+    def run(x: int, tokens: int, inner: int, residual: int | None, y: int) -> int:
         return kernels().torchcram_linear(  # type: ignore[no-any-return]
-            *(x, tokens, inner, rows, packed.data_ptr(), packed.numel(), pointer(bias), more),
+            *(x, tokens, inner, rows, packed.data_ptr(), packed.numel(), pointer(bias), residual),
             *(number, y, torch.get_num_threads()),
         )
 
@@ -86,6 +152,15 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     return functional.relu(x) if activation == "relu" else x
 
 
+register(
+    "sparse_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int features, "
+    "str activation) -> Tensor",
+    _sparse_linear,
+    fake=fake_linear,
+    dense=_dense_linear,
+)
+
+
 def _sparse_feed_forward(
     x: Tensor,
     packed: Tensor,
@@ -104,17 +179,17 @@ def _sparse_feed_forward(
         raise ValueError(f"the first packed matrix has {first_rows} rows, not {middle}")
     number = activation_number(activation)
 
-    def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
+    def run(x: int, tokens: int, inner: int, residual: int | None, y: int) -> int:
         return kernels().torchcram_feed_forward(  # type: ignore[no-any-return]
             *(x, tokens, inner, first_rows, rows, packed.data_ptr(), packed.numel()),
             *(pointer(bias), number, then.data_ptr(), then.numel(), pointer(then_bias)),
-            *(more, y, torch.get_num_threads()),
+            *(residual, y, torch.get_num_threads()),
         )
 
     return run_on_tokens(run, (packed, then), x, residual, features=features, rows=rows)
 
 
-def _sparse_feed_forward_shape(x: Tensor, *rest: int) -> Tensor:
+def _fake_feed_forward(x: Tensor, *rest: int) -> Tensor:
     features = rest[6]  # `middle` follows unless it has its default
     return x.new_empty((*x.shape[:-1], features))
 
@@ -136,81 +211,10 @@ def _dense_feed_forward(
     return _dense_linear(h, then, then_bias, residual, features, "none")
 
 
-def linear_shape(x: Tensor, *rest: int) -> Tensor:
-    """Returns empty outputs of an operator whose last arguments are `features` and `activation`."""
-    features = rest[-2]
-    return x.new_empty((*x.shape[:-1], features))
-
-
-def run_on_tokens(
-    run: Callable[[int, int, int, int | None, int], int],
-    matrices: tuple[Tensor, ...],
-    x: Tensor,
-    residual: Tensor | None,
-    *,
-    features: int,
-    rows: int,
-) -> Tensor:
-    """Runs a kernel that maps the last dimension of `x` to another number of features.
-
-    Args:
-        run: Kernel. It is called with the address of the inputs, the number of tokens and of input
-            features, and the addresses of the residual and of the outputs. It returns 0 if the
-            packed matrix has another shape.
-        matrices: Packed matrices that the kernel uses.
-        x: Inputs (..., features).
-        residual: Tensor that is added to the outputs, or None.
-        features: Number of output features.
-        rows: Number of rows of the last matrix.
-
-    Raises:
-        ValueError: If the packed matrix, the inputs and the residual do not fit together.
-    """
-    _require_tokens(x)
-    x = x.contiguous()
-    inner = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], features))
-    residual = None if residual is None else expand_residual(y, residual).contiguous()
-    tokens = math.prod(x.shape[:-1])
-    fits = rows == features
-    if not fits or not run(x.data_ptr(), tokens, inner, pointer(residual), y.data_ptr()):
-        for packed in matrices:  # raises if it was overwritten without torch noticing
-            check_packed(packed)
-        raise ValueError(
-            f"the packed matrix does not map {inner} features to {features}, or this "
-            "machine has no kernel for it"
-        )
-    return y
-
-
-def _require_tokens(x: Tensor) -> None:
-    require_floats(x)
-    if x.dim() == 0:
-        raise ValueError("x must have at least one dimension, got a scalar")
-
-
-def activation_number(name: str) -> int:
-    """Returns the number of an activation in the C interface.
-
-    Raises:
-        ValueError: If there is no kernel for it.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not one of {ACTIVATIONS}")
-    return ACTIVATIONS.index(name)
-
-
-register(
-    "sparse_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int features, "
-    "str activation) -> Tensor",
-    _sparse_linear,
-    shape=linear_shape,
-    dense=_dense_linear,
-)
 register(
     "sparse_feed_forward(Tensor x, Tensor packed, Tensor? bias, str activation, Tensor then, "
     "Tensor? then_bias, Tensor? residual, int features, int? middle=None) -> Tensor",
     _sparse_feed_forward,
-    shape=_sparse_feed_forward_shape,
+    fake=_fake_feed_forward,
     dense=_dense_feed_forward,
 )

@@ -1,6 +1,7 @@
-"""Linear layers in 8 bits.
+"""Linear layers in 8 bits, and pairs of them with an activation between.
 
-A layer is its packed matrix, the initial sum of each row, its scales and its bias.
+A layer is its packed matrix, the initial sum of each row (`start`), the scale of each row and its
+bias.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from torch import Tensor
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.ops.common import pointer, register, require_rows
-from torchcram.runtime.cpu.ops.linear import activation_number, linear_shape, run_on_tokens
+from torchcram.runtime.cpu.ops.linear import activation_number, fake_linear, run_on_tokens
 from torchcram.runtime.cpu.packing import rows_of
 
-Layer = ctypes.Array[ctypes.c_int64]
+LayerStruct = ctypes.Array[ctypes.c_int64]
 """A layer as the kernels take it: `LayerInt8` in packed.h."""
 
 
-def _layer(
+def _layer_struct(
     packed: Tensor, start: Tensor, scales: Tensor, bias: Tensor | None, *, prefix: str = ""
-) -> Layer:
+) -> LayerStruct:
     rows = rows_of(packed)
     require_rows(f"{prefix}start", start, rows, dtype=torch.int32)
     require_rows(f"{prefix}scales", scales, rows)
     require_rows(f"{prefix}bias", bias, rows)
-    numbers = (packed.data_ptr(), packed.numel(), rows, *map(pointer, (start, scales, bias)))
-    return (ctypes.c_int64 * 6)(*(number or 0 for number in numbers))
+    fields = (packed.data_ptr(), packed.numel(), rows, *map(pointer, (start, scales, bias)))
+    return (ctypes.c_int64 * 6)(*(field or 0 for field in fields))
 
 
 def _run_int8(
     x: Tensor,
     matrices: tuple[Tensor, ...],
-    first: Layer,
-    second: Layer | None,
+    first: LayerStruct,
+    second: LayerStruct | None,
     *,
     residual: Tensor | None,
     features: int,
@@ -42,9 +43,9 @@ def _run_int8(
 ) -> Tensor:
     number = activation_number(activation)
 
-    def run(x: int, tokens: int, inner: int, more: int | None, y: int) -> int:
+    def run(x: int, tokens: int, inner: int, residual: int | None, y: int) -> int:
         return kernels().torchcram_linear_int8(  # type: ignore[no-any-return]
-            *(x, tokens, inner, features, first, number, second, more),
+            *(x, tokens, inner, features, first, number, second, residual),
             *(y, torch.get_num_threads()),
         )
 
@@ -62,7 +63,7 @@ def _sparse_linear_int8(
     features: int,
     activation: str,
 ) -> Tensor:
-    layer = _layer(packed, start, scales, bias)
+    layer = _layer_struct(packed, start, scales, bias)
     return _run_int8(
         x, (packed,), layer, None, residual=residual, features=features, activation=activation
     )
@@ -82,8 +83,8 @@ def _sparse_feed_forward_int8(
     features: int,
     activation: str,
 ) -> Tensor:
-    first = _layer(packed, start, scales, bias)
-    second = _layer(then_packed, then_start, then_scales, then_bias, prefix="then_")
+    first = _layer_struct(packed, start, scales, bias)
+    second = _layer_struct(then_packed, then_start, then_scales, then_bias, prefix="then_")
     matrices = (packed, then_packed)
     return _run_int8(
         x, matrices, first, second, residual=residual, features=features, activation=activation
@@ -102,13 +103,13 @@ _REST = "Tensor? residual, int features, str activation"
 register(
     f"sparse_linear_int8(Tensor x, {_LAYER.format('')}, {_REST}) -> Tensor",
     _sparse_linear_int8,
-    shape=linear_shape,
+    fake=fake_linear,
     dense=_no_derivative,
 )
 register(
     "sparse_feed_forward_int8"
     f"(Tensor x, {_LAYER.format('')}, {_LAYER.format('then_')}, {_REST}) -> Tensor",
     _sparse_feed_forward_int8,
-    shape=linear_shape,
+    fake=fake_linear,
     dense=_no_derivative,
 )
