@@ -61,6 +61,9 @@ TRANSFORMERS = ("tests/integrations/test_transformers.py",)
 BATCHES = ("tests/runtime/cpu/test_runtime_batches.py",)
 REORDERED = ("tests/runtime/cpu/test_runtime_reordered.py",)
 GENERATION = ("tests/runtime/cpu/test_runtime_generation.py",)
+WITHOUT_DATA = (
+    "tests/runtime/cpu/test_runtime_modules.py::test_outputs_without_data_have_the_same_shape_and_strides",
+)
 OUTPUTS = ("tests/runtime/test_outputs.py",)
 AS_EXACT = (
     "tests/runtime/cpu/test_runtime_prepare.py::test_sums_that_cancel_may_differ_as_much_as_they_do_from_float64",
@@ -302,6 +305,7 @@ MUTANTS = [
     Mutant(
         "runtime/cpu/batches.py", "torch.is_grad_enabled() and x.requires_grad", "False", BATCHES
     ),
+    Mutant("runtime/cpu/ops/linear.py", "features = rest[6]", "features = rest[-2]", WITHOUT_DATA),
     Mutant("runtime/cpu/tensor_cache.py", "entry.state == state and ", "", REORDERED),
     Mutant(
         "runtime/cpu/tensor_cache.py", ", lambda _: self._entries.pop(key, None))", ")", REORDERED

@@ -6,8 +6,8 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
+from torchcram.runtime.cpu.memory_format import images_innermost
 from torchcram.runtime.cpu.modules import SparseConv2d
-from torchcram.runtime.cpu.ops import images_innermost
 from torchcram.runtime.cpu.packing import (
     PAIRS,
     QUAD_ROWS,

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from torchcram.kernels.cpu.library import has_int8
 from torchcram.runtime import prepare
-from torchcram.runtime.cpu import ops
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,
@@ -19,6 +18,7 @@ from torchcram.runtime.cpu.modules import (
     SparseLinear,
     SparseLinearInt8,
 )
+from torchcram.runtime.cpu.ops import linear
 from torchcram.runtime.cpu.packing import Geometry
 
 pytestmark = [
@@ -195,7 +195,7 @@ def test_the_residual_of_a_convolution(by_images):
 
 def test_kernels_run_where_no_derivative_is_asked_for(monkeypatch):
     layer, _, x = linear_case()
-    monkeypatch.setattr(ops, "unpack_linear", None)
+    monkeypatch.setattr(linear, "unpack_linear", None)
     assert not layer(x).requires_grad
     with torch.no_grad():
         assert not layer(x.requires_grad_()).requires_grad

@@ -11,8 +11,8 @@ from torch import nn
 from torchcram import runtime
 from torchcram.runtime import prepare
 from torchcram.runtime.cpu import replace_layers
+from torchcram.runtime.cpu.memory_format import images_innermost, is_channels_last
 from torchcram.runtime.cpu.modules import SparseConv2d
-from torchcram.runtime.cpu.ops import images_innermost, is_channels_last
 from torchcram.runtime.cpu.packing import Geometry
 from torchcram.runtime.cpu.replace_layers import LayerInput, geometry_of
 

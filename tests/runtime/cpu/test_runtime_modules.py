@@ -8,8 +8,16 @@ import torch
 from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from torchcram.runtime.cpu.modules import SparseConv2d, SparseFeedForward, SparseLinear
+from torchcram.kernels.cpu.library import has_int8
+from torchcram.runtime.cpu import reordered  # noqa: F401  registers the operators
+from torchcram.runtime.cpu.modules import (
+    SparseConv2d,
+    SparseFeedForward,
+    SparseLinear,
+    SparseLinearInt8,
+)
 from torchcram.runtime.cpu.packing import Geometry, pack_linear
 
 pytestmark = needs_kernels
@@ -124,6 +132,58 @@ def test_operators_are_what_torch_expects(by_images):
     torch.library.opcheck(
         torch.ops.torchcram.sparse_feed_forward.default, arguments, test_utils=checks
     )
+
+
+OPERATORS = torch.ops.torchcram
+
+
+def calls_by_name():
+    x, images = torch.randn(2, 3, 20), torch.randn(4, 3, 7, 6)
+    ends = {"residual": None, "features": 12, "activation": "relu"}
+    first, second = linear(), SparseLinear(sparse_weight(7, 12), None)
+    yield OPERATORS.sparse_linear, {"x": x, "packed": first.packed, "bias": None, **ends}
+    both = {"x": x, "packed": first.packed, "bias": first.bias, "activation": "relu"}
+    both |= {"then": second.packed, "then_bias": None, "residual": None, "features": 7}
+    yield OPERATORS.sparse_feed_forward, both
+    yield OPERATORS.sparse_feed_forward, {**both, "middle": None}
+    yield OPERATORS.sparse_feed_forward, {**both, "middle": 12}
+    conv = SparseConv2d(sparse_weight(6, 3, 3, 2), None, Geometry((3, 2), stride=(2, 1)))
+    plain = {"x": images, "packed": conv.packed, "bias": None, "residual": None, "features": 6}
+    plain |= {"geometry": conv._numbers, "by_images": False, "relu": True}
+    yield OPERATORS.sparse_conv2d, plain
+    yield OPERATORS.sparse_conv2d, {**plain, "channels_last": False}
+    yield OPERATORS.sparse_conv2d, {**plain, "channels_last": True}
+    sequence = {"query": x, "key": x, "value": x}
+    yield OPERATORS.attention, {**sequence, "heads": 2, "scale": 0.3}
+    weight = {"x": x, "weight": torch.randn(7, 20), "bias": None}
+    yield OPERATORS.reordered_linear, weight
+    if has_int8():
+        one, two = (SparseLinearInt8(sparse_weight(*size), None) for size in ((12, 20), (7, 12)))
+        layer = {"packed": one.packed, "start": one.start, "scales": one.scales, "bias": None}
+        yield OPERATORS.sparse_linear_int8, {"x": x, **layer, **ends}
+        then = {"packed": two.packed, "start": two.start, "scales": two.scales, "bias": None}
+        layer |= {f"then_{name}": tensor for name, tensor in then.items()}
+        yield OPERATORS.sparse_feed_forward_int8, {"x": x, **layer, **ends, "features": 7}
+
+
+def test_outputs_without_data_have_the_same_shape_and_strides():
+    """With arguments by name, and with those left out that have a default."""
+    for operator, arguments in calls_by_name():
+        expected = operator(**arguments)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            empty = operator(**arguments)
+        assert isinstance(empty, FakeTensor)
+        assert (empty.shape, empty.stride()) == (expected.shape, expected.stride()), operator
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 6), (1, 4, 3, 7, 6)])
+def test_convolutions_without_data_refuse_what_is_no_batch_of_images(shape):
+    conv = SparseConv2d(sparse_weight(6, 3, 3, 3), None, Geometry((3, 3)))
+    arguments = (conv.packed, None, None, 6, conv._numbers, False, False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(shape)
+        with pytest.raises(ValueError, match=r"not \(images, channels, rows, columns\)"):
+            OPERATORS.sparse_conv2d(x, *arguments)
 
 
 def test_export_keeps_the_operators():

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from torchcram.runtime.cpu.memory_format import images_innermost
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,
@@ -30,7 +31,6 @@ from torchcram.runtime.cpu.modules import (
     SparseLinear,
     SparseLinearInt8,
 )
-from torchcram.runtime.cpu.ops import images_innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchcram.runtime.cpu import ops
+from torchcram.runtime.cpu.memory_format import is_channels_last
+from torchcram.runtime.cpu.ops.conv2d import unpack_conv2d
+from torchcram.runtime.cpu.ops.linear import ACTIVATIONS, activation_number, unpack_linear
 from torchcram.runtime.cpu.packing import (
     Geometry,
     check_packed,
@@ -70,7 +72,7 @@ class SparseLinear(PackedLayer):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> None:
-        ops.activation_number(activation)  # raises for an unknown activation
+        activation_number(activation)  # raises for an unknown activation
         super().__init__(pack_linear(weight), bias)
         self.out_features, self.in_features = weight.shape
         self.activation = activation
@@ -85,7 +87,7 @@ class SparseLinear(PackedLayer):
     @property
     def weight(self) -> Tensor:
         """Dense weight; it is unpacked at every access."""
-        return ops.unpack_linear(self.packed, self.in_features, self.out_features)
+        return unpack_linear(self.packed, self.in_features, self.out_features)
 
     def extra_repr(self) -> str:
         """Returns the settings of the layer for its `repr`."""
@@ -119,7 +121,7 @@ class SparseConv2d(PackedLayer):
         super().__init__(pack_images(weight, geometry) if by_images else pack_linear(weight), bias)
         self.out_channels, self.in_channels = weight.shape[:2]
         self.geometry, self.by_images, self.relu = geometry, by_images, relu
-        self.channels_last = ops.is_channels_last(weight)
+        self.channels_last = is_channels_last(weight)
         pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
         self._numbers = [number for pair in pairs for number in pair]
 
@@ -143,7 +145,7 @@ class SparseConv2d(PackedLayer):
     @property
     def weight(self) -> Tensor:
         """Dense weight; it is unpacked at every access."""
-        return ops.unpack_conv2d(
+        return unpack_conv2d(
             *(self.packed, self.in_channels, self.out_channels, self._numbers),
             by_images=self.by_images,
         )
@@ -168,7 +170,7 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, first: SparseLinear, second: SparseLinear, *, activation: str) -> None:
         super().__init__()
-        if first.out_features != second.in_features or activation not in ops.ACTIVATIONS:
+        if first.out_features != second.in_features or activation not in ACTIVATIONS:
             raise ValueError(f"{first} cannot be followed by {activation!r} and {second}")
         self.first, self.second, self.activation = first, second, activation
         self.eval()
@@ -207,7 +209,7 @@ class SparseLinearInt8(PackedLayer):
     scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, activation: str = "none") -> None:
-        ops.activation_number(activation)  # raises for an unknown activation
+        activation_number(activation)  # raises for an unknown activation
         weight = weight.detach().float()
         scales = weight.abs().amax(1) / 127
         whole = torch.round(weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
@@ -278,7 +280,7 @@ class SparseFeedForwardInt8(nn.Module):
         self, first: SparseLinearInt8, second: SparseLinearInt8, *, activation: str
     ) -> None:
         super().__init__()
-        if first.out_features != second.in_features or activation not in ops.ACTIVATIONS:
+        if first.out_features != second.in_features or activation not in ACTIVATIONS:
             raise ValueError(f"{first} cannot be followed by {activation!r} and {second}")
         self.first, self.second, self.activation = first, second, activation
         self.eval()

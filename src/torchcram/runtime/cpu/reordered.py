@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcram.runtime.cpu.ops import operators, register
+from torchcram.runtime.cpu.ops.common import register
 from torchcram.runtime.cpu.tensor_cache import TensorCache
-
-operators.define("reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-operators.define(
-    "reordered_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
-    "int[] dilation) -> Tensor"
-)
-
 
 _layouts: TensorCache[Tensor] = TensorCache()
 
@@ -50,7 +43,7 @@ def _suits(x: Tensor, weight: Tensor, dim: int) -> bool:
     return x.dtype == weight.dtype == torch.float32
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dim() < 2 or not _suits(x, weight, -1):
         return functional.linear(x, weight, bias)
     tokens = x.reshape(-1, x.shape[-1])
@@ -61,11 +54,16 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], len(weight))
 
 
-def _shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+def _fake_linear(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-register("reordered_linear", _run, shape=_shape, dense=functional.linear)
+register(
+    "reordered_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    _run_linear,
+    fake=_fake_linear,
+    dense=functional.linear,
+)
 
 
 def _run_conv2d(
@@ -87,7 +85,13 @@ def _run_conv2d(
     return y
 
 
-register("reordered_conv2d", _run_conv2d, shape=functional.conv2d, dense=functional.conv2d)
+register(
+    "reordered_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+    "int[] dilation) -> Tensor",
+    _run_conv2d,
+    fake=functional.conv2d,
+    dense=functional.conv2d,
+)
 
 
 class ReorderedLinear(nn.Linear):

@@ -1,0 +1,23 @@
+"""The CPU kernels as operators of torch, which torch.compile and torch.export can handle.
+
+They are registered in `torch.ops.torchcram` when this package is imported. The modules in
+`torchcram.runtime.cpu.modules` and `torchcram.runtime.cpu.fuse` call them.
+
+    linear.py       sparse_linear             a Linear layer
+                    sparse_feed_forward       two Linear layers with an activation between them
+    linear_int8.py  sparse_linear_int8        a Linear layer in 8 bits
+                    sparse_feed_forward_int8  two of them with an activation between them
+    conv2d.py       sparse_conv2d             a convolution
+    attention.py    attention                 self-attention without a mask
+
+An operator has a schema and three implementations, which `register` in `common.py` takes: the
+kernel, a fake implementation for tensors without data, and a dense one. The kernels have no
+derivatives. If one is needed, for `backward`, in forward mode or in a transform of `torch.func`,
+the dense implementation unpacks the weight and computes with torch.
+
+`attention.py` is the shortest example. A new file is imported below.
+"""
+
+from torchcram.runtime.cpu.ops import attention, conv2d, linear, linear_int8
+
+__all__ = ["attention", "conv2d", "linear", "linear_int8"]
