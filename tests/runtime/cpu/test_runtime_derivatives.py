@@ -80,6 +80,22 @@ def attention_case():
     return lambda x: torch.ops.torchcram.attention(x, x, x, 2, 0.2), dense, torch.randn(2, 5, 32)
 
 
+def norm_case():
+    weight = torch.randn(20)
+
+    def dense(x):
+        return weight * x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
+
+    return lambda x: torch.ops.torchcram.rms_norm(x, weight, 0.1), dense, torch.randn(3, 20)
+
+
+def gated_case():
+    def dense(x):
+        return x * x.sigmoid() * x.flip(0)
+
+    return lambda x: torch.ops.torchcram.silu_product(x, x.flip(0)), dense, torch.randn(3, 20)
+
+
 CASES = {
     **{f"linear-{name}": (linear_case, (name,), {}) for name in ACTIVATIONS},
     "feed-forward": (feed_forward_case, (), {}),
@@ -87,8 +103,10 @@ CASES = {
     **{f"images-{name}": (conv_case, (name,), {"by_images": True}) for name in GEOMETRIES},
     "conv-relu": (conv_case, (), {"relu": True}),
     "attention": (attention_case, (), {}),
+    "rms-norm": (norm_case, (), {}),
+    "silu-product": (gated_case, (), {}),
 }
-SMOOTH = ["linear-gelu_tanh", "linear-silu", "feed-forward", "conv-padded", "attention"]
+SMOOTH = ["linear-gelu_tanh", "linear-silu", "feed-forward", "conv-padded", "attention", "rms-norm"]
 
 
 @pytest.fixture(params=CASES)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.prepare import prepare, report, with_report
+from torchcram.runtime.cpu.prompt_layers import fuse_rows_, is_root_mean_square
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.row_matrix import RoundedLinear
 
@@ -43,7 +44,8 @@ def prepare_generation(
             activations are rounded to 8 bits, with a scale for every 64 of them.
         prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
             the sparse kernels of `prepare` for prompts if that is faster with one of this size,
-            and `report` tells what was done with each. It takes some seconds to measure.
+            and `report` tells what was done with each. It takes some seconds to measure. Norms and
+            the products of gated layers get kernels, too.
 
     Raises:
         ValueError: If the model is of another kind; the message says what is missing.
@@ -106,6 +108,7 @@ def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN4
         example = {"input_ids": prompt.clone(), "use_cache": False}
         fast: Any = prepare(model.model, example, fuse=False)
     fast.embed_tokens = model.model.embed_tokens  # the head may have the same weight
+    fuse_rows_(fast)
     model.model = fast
     return [replace(choice, name=f"model.{choice.name}") for choice in report(fast)]
 
@@ -200,18 +203,7 @@ def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401
     if norms.keys() != _NORMS:
         return f"its norms are {', '.join(sorted(norms))}"
     for name, norm in norms.items():
-        if not _is_root_mean_square(norm):
+        if not is_root_mean_square(norm):
             return f"{name} is {type(norm).__name__}, not a root mean square"
     features = len(attention.q_proj.weight) // config.num_attention_heads
     return f"a head has {features} features, not a multiple of 16" if features % 16 else None
-
-
-def _is_root_mean_square(norm: nn.Module) -> bool:
-    """Returns whether a norm divides by the root mean square and multiplies by its weight."""
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, Tensor) or eps is None:
-        return False
-    x = torch.linspace(-1, 2, weight.numel(), dtype=torch.float32)
-    expected = weight.detach().float() * x * torch.rsqrt(x.square().mean() + eps)
-    with torch.no_grad():
-        return bool(torch.allclose(norm(x.to(weight.dtype)).float(), expected, atol=1e-2))

@@ -56,7 +56,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 4; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 5; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -308,6 +308,25 @@ TORCHCRAM_EXPORT int torchcram_attention(const float* query, const float* key, c
   const int64_t splits = tasks >= threads ? 1 : tokens < threads ? tokens : threads;
   const Attention job{query, key, value, output, tokens, heads, features, splits, scale};
   return run_tasks(kernels->attention, &job, tasks * splits, threads);
+}
+
+// Values that a thread takes at a time: enough to be worth its start, and a whole number of vectors.
+constexpr int64_t kLeastValues = 16384;
+
+// Divides every row by its root mean square and multiplies it by a weight. Returns 1.
+TORCHCRAM_EXPORT int torchcram_norm_rows(const float* x, int64_t rows, int64_t width,
+                                         const float* weight, float eps, float* y, int threads) {
+  if (width < 1) return 1;
+  const int64_t each = std::max(kLeastValues / width, int64_t(1));
+  const RowNorm job{x, weight, y, rows, width, each, eps};
+  return run_tasks(kernels->norm_rows, &job, (rows + each - 1) / each, threads);
+}
+
+// y = silu(gate) * up. Returns 1.
+TORCHCRAM_EXPORT int torchcram_gate_values(const float* gate, const float* up, int64_t count,
+                                           float* y, int threads) {
+  const GatedProduct job{gate, up, y, count, kLeastValues};
+  return run_tasks(kernels->gate_values, &job, (count + kLeastValues - 1) / kLeastValues, threads);
 }
 
 // Returns whether a matrix for products with a few vectors has a shape that can be computed with.

@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "int8.h"
 #include "linear.h"
+#include "rows.h"
 
 namespace torchcram {
 namespace {
@@ -34,7 +35,7 @@ constexpr Task kInt8 = nullptr;
 }  // namespace
 
 extern const Kernels TORCHCRAM_KERNELS;
-const Kernels TORCHCRAM_KERNELS = {kName,     linear, pixels,  images,
-                                   attention, kInt8,  decoder, row_product};
+const Kernels TORCHCRAM_KERNELS = {kName, linear,  pixels,      images,    attention,
+                                   kInt8, decoder, row_product, norm_rows, gate_values};
 
 }  // namespace torchcram

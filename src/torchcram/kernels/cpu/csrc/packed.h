@@ -121,6 +121,21 @@ struct Attention {
   float scale;
 };
 
+// y = x * weight / sqrt(mean of x^2 + eps) for every row; a task computes `each` of them.
+struct RowNorm {
+  const float *x, *weight;
+  float* y;
+  int64_t rows, width, each;
+  float eps;
+};
+
+// y = silu(gate) * up; a task computes `each` values.
+struct GatedProduct {
+  const float *gate, *up;
+  float* y;
+  int64_t count, each;
+};
+
 // A matrix for products with a few vectors, row after row: for every 64 inputs a mask, and the
 // values whose bits are set. Without masks all values are there, padded with zeros to whole masks.
 constexpr int kMaskBits = 64;
@@ -169,6 +184,7 @@ struct Kernels {
   void (*decoder)(const void* step, int threads);
   void (*row_product)(const RowMatrix& matrix, const float* x, int64_t count, float* y,
                       int threads);
+  Task norm_rows, gate_values;
 };
 
 extern const Kernels kAvx512, kAvx2, kNeonDotprod, kNeon, kPortable;

@@ -1,7 +1,7 @@
 """The CPU kernels as operators of torch, which torch.compile and torch.export can handle.
 
 They are registered in `torch.ops.torchcram` when this package is imported. The modules in
-`torchcram.runtime.cpu.modules` and `torchcram.runtime.cpu.fuse` call them.
+`torchcram.runtime.cpu.modules`, `fuse` and `prompt_layers` beside it call them.
 
     linear.py       sparse_linear             a Linear layer
                     sparse_feed_forward       two Linear layers with an activation between them
@@ -9,6 +9,8 @@ They are registered in `torch.ops.torchcram` when this package is imported. The 
                     sparse_feed_forward_int8  two of them with an activation between them
     conv2d.py       sparse_conv2d             a convolution
     attention.py    attention                 self-attention without a mask
+    rows.py         rms_norm                  root mean square norm of every row
+                    silu_product              silu(gate) * up, between gated Linear layers
 
 An operator has a schema and three implementations, which `register` in `common.py` takes: the
 kernel, a fake implementation for tensors without data, and a dense one. The kernels have no
@@ -18,6 +20,6 @@ the dense implementation unpacks the weight and computes with torch.
 `attention.py` is the shortest example. A new file is imported below.
 """
 
-from torchcram.runtime.cpu.ops import attention, conv2d, linear, linear_int8
+from torchcram.runtime.cpu.ops import attention, conv2d, linear, linear_int8, rows
 
-__all__ = ["attention", "conv2d", "linear", "linear_int8"]
+__all__ = ["attention", "conv2d", "linear", "linear_int8", "rows"]

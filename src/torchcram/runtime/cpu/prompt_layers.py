@@ -1,0 +1,95 @@
+"""Norms and gated feed-forward layers of decoders whose rows run in the kernels."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import torchcram.runtime.cpu.ops  # noqa: F401  registers the operators
+
+
+class RootMeanSquareNorm(nn.Module):
+    """Norm of Llama: y = weight * x / sqrt(mean of x^2 + eps).
+
+    Args:
+        weight: Weight, one value per feature.
+        eps: Number that is added to the mean.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., features) to the same shape."""
+        if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
+            y: Tensor = torch.ops.torchcram.rms_norm(x, self.weight, self.variance_epsilon)
+            return y
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class GatedFeedForward(nn.Module):
+    """Feed-forward layers of Llama: y = down(silu(gate(x)) * up(x)).
+
+    Args:
+        gate_proj: Layer whose outputs go through the activation.
+        up_proj: Layer whose outputs are multiplied by them.
+        down_proj: Layer of the products.
+    """
+
+    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., features) to the same shape."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.dtype == torch.float32 and up.dtype == torch.float32:
+            product = torch.ops.torchcram.silu_product(gate, up)
+        else:
+            product = functional.silu(gate) * up
+        return cast("Tensor", self.down_proj(product))
+
+
+def fuse_rows_(decoder: Any) -> None:  # noqa: ANN401
+    """Gives the norms and the feed-forward layers of a decoder of the Llama family the kernels.
+
+    Args:
+        decoder: Decoder that `prepare_generation` takes, changed in place. Feed-forward layers that
+            do not compute what `GatedFeedForward` does stay as they are.
+    """
+    dtype = decoder.embed_tokens.weight.dtype
+    example = torch.linspace(-2, 2, 2 * decoder.config.hidden_size, dtype=dtype).view(1, 2, -1)
+    for layer in decoder.layers:
+        for name, child in list(layer.named_children()):
+            if "norm" in name:
+                setattr(layer, name, _fused_norm(child))
+        gated = GatedFeedForward(layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+        with torch.no_grad():
+            if torch.allclose(gated(example), layer.mlp(example), rtol=1e-3, atol=1e-4):
+                layer.mlp = gated
+    decoder.norm = _fused_norm(decoder.norm)
+
+
+def _fused_norm(norm: Any) -> nn.Module:  # noqa: ANN401
+    """Returns a norm that runs in the kernels; the norm itself if it computes something else."""
+    if is_root_mean_square(norm):
+        return RootMeanSquareNorm(norm.weight, float(norm.variance_epsilon))
+    return norm  # type: ignore[no-any-return]
+
+
+def is_root_mean_square(norm: nn.Module) -> bool:
+    """Returns whether a norm divides by the root mean square and multiplies by its weight."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or eps is None:
+        return False
+    x = torch.linspace(-1, 2, weight.numel(), dtype=torch.float32)
+    expected = weight.detach().float() * x * torch.rsqrt(x.square().mean() + eps)
+    with torch.no_grad():
+        return bool(torch.allclose(norm(x.to(weight.dtype)).float(), expected, atol=1e-2))
