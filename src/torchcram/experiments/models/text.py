@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.data.text.formats import SQUAD, TEXT_FORMATS
 from torchcram.experiments.models.factories import is_factory
+from torchcram.files import let_read
 
 if TYPE_CHECKING:
     from torchcram.weights import Weights
@@ -250,6 +251,8 @@ def save_folder(
                 weights = {key.removeprefix("model."): value for key, value in weights.items()}
             save_compressed_tensors(inner, folder, operator, weights=weights)
     load_tokenizer(name).save_pretrained(folder)
+    for path in folder.iterdir():
+        let_read(path)
 
 
 @contextmanager
