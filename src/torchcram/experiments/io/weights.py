@@ -21,23 +21,18 @@ if TYPE_CHECKING:
 def save_model(model: nn.Module, path: Path) -> None:
     """Writes the weights and buffers of a model to a safetensors file, atomically.
 
-    Tied weights are stored once, under their first name. The metadata has the other names, in the
-    form of `safetensors.torch.save_model`.
+    Tied weights are stored once, under their first name.
     """
     from safetensors.torch import save
 
-    tensors: dict[str, Tensor] = {}
-    names: dict[tuple[object, ...], str] = {}  # first names of tensors, by where they lie
-    tied: dict[str, str] = {}
-    for name, value in model.state_dict().items():
-        location = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        first = names.setdefault(location, name) if value.numel() else name
-        if first == name:
-            detached = value.detach().cpu()
-            tensors[name] = detached.clone(memory_format=torch.contiguous_format)
-        else:
-            tied[name] = first
-    write_atomically(path, save(tensors, {**tied, "format": "pt"}))
+    tied = _tied_names(model)
+    tensors = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in model.state_dict().items()
+        if name not in tied
+    }
+    # with more metadata the bytes would differ from file to file: safetensors does not sort it
+    write_atomically(path, save(tensors, {"format": "pt"}))
 
 
 def load_model_(model: nn.Module, path: Path) -> None:
@@ -46,16 +41,15 @@ def load_model_(model: nn.Module, path: Path) -> None:
     Raises:
         ValueError: If the file is damaged or holds another model; the message names it.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         state = load_file(path)
-        with safe_open(path, framework="pt") as file:
-            names: dict[str, str] = file.metadata() or {}
+        for name, first in _tied_names(model).items():
+            if first in state:
+                state.setdefault(name, state[first])
         expected = model.state_dict().keys()
-        tied = {name: state[names[name]] for name in expected if names.get(name) in state}
-        state = {**tied, **state}
         lacking = list_names(name for name in expected if name not in state)
         others = list_names(name for name in state if name not in expected)
         if lacking or others:
@@ -63,6 +57,14 @@ def load_model_(model: nn.Module, path: Path) -> None:
         model.load_state_dict(state)
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold the expected model: {error}") from error
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Returns the first name of every tensor that has several, by its other names."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    firsts = {name: names.setdefault(id(value), name) for name, value in state.items()}
+    return {name: first for name, first in firsts.items() if name != first}
 
 
 def _describe(path: Path, lacking: str, others: str) -> str:
