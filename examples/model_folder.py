@@ -27,6 +27,6 @@ for key, value in model.state_dict().items():
     if not value.isfinite().all():
         sys.exit(f"{key} has values that are not finite in {dtype}")
 model.save_pretrained(folder)
-load_tokenizer(name).save_pretrained(folder)
+load_tokenizer(name, unlimited=False).save_pretrained(folder)
 size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
 print(f"{folder}: {size:.1f} MB; use it by --set model.name={folder.resolve()}")

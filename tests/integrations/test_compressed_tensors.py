@@ -110,6 +110,15 @@ def test_every_weight_is_in_the_file(small, operator, tmp_path):
     assert groups[-1]["group_size"] == quantize.group_size
 
 
+@pytest.mark.parametrize("operator", ["int8"])
+def test_all_who_may_read_the_folder_may_read_the_weights(small, operator, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o755)
+    save(small, folder, operator)
+    (weights,) = folder.glob("*.safetensors")
+    assert weights.stat().st_mode & 0o777 == folder.stat().st_mode & 0o644
+
+
 @pytest.mark.filterwarnings("ignore:int.* takes one scale per output channel")
 @pytest.mark.parametrize("operator", ["int4:g16"])
 def test_layers_that_a_group_does_not_divide_are_named(small, operator, tmp_path):

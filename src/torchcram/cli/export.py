@@ -127,7 +127,8 @@ def _table(result: Result, files: Sequence[Exported], dense: int) -> Table:
     metric = result.metric
     table = Table(
         title=Text(f"Files, and test {in_percent(metric)} on {result.data}"),
-        caption="as is: before batch-norm tuning; smaller: against the file of the dense model",
+        caption="as is: before batch-norm tuning and rounding; smaller: against the file of the "
+        "dense model",
     )
     table.add_column("target", no_wrap=True)
     for column in ("bytes", "smaller", "as is", metric, "vs dense"):

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from torchcram.artifact.integers import fit, pack
+from torchcram.files import let_read
 from torchcram.messages import list_names
 from torchcram.operators.parse import parse_without_pruners
 from torchcram.operators.quantize import Quantize, quantizer_of
@@ -91,6 +92,8 @@ def save_compressed_tensors(
     model.save_pretrained(folder, state_dict=state)
     _check_files(folder, len(group_sizes))
     _add_to_config(folder, _quantization_config(model, quantize.bits, group_sizes))
+    for path in folder.glob("*.safetensors"):
+        let_read(path)
 
 
 def read_quantizer(operator: Operator | str) -> Quantize:

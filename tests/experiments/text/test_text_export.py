@@ -43,6 +43,8 @@ def test_a_folder_of_transformers_has_the_compressed_weights_and_the_tokenizer(r
     weights = compressible_weights(small, only="encoder")
     assert all(0.45 < float((value == 0).float().mean()) < 0.65 for value in weights.values())
     assert AutoTokenizer.from_pretrained("files/uniform-0.5-int8")("the river").input_ids
+    modes = {path.stat().st_mode & 0o777 for path in Path("files/uniform-0.5-int8").iterdir()}
+    assert modes == {Path("files").stat().st_mode & 0o644}  # others may read the weights
     metrics = artifact.read_manifest("files/uniform-0.5-int8.torchcram.safetensors").metadata
     assert metrics["metrics"]["metric"] == "F1"
     assert set(metrics["metrics"]["others"]) == {"exact match"}

@@ -10,7 +10,7 @@ from commands import command, fail, succeed
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from torchcram.experiments.models.text import build_text_model, load_tokenizer
+from torchcram.experiments.models.text import build_text_model, load_tokenizer, save_folder
 from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import load_trained
 
@@ -124,3 +124,15 @@ def test_damaged_weights_are_told_in_one_line(copy, questions):
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:3000])
     assert "cannot be loaded with a head for squad: " in fail(*line(copy, questions, "run"))
+
+
+def test_a_saved_tokenizer_cuts_texts_where_that_of_the_model_does(copy, tmp_path):
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(copy, model_max_length=9).save_pretrained(copy)
+    model = build_text_model(str(copy), "squad", pretrained=True)
+    save_folder(model, tmp_path / "saved", str(copy))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved.model_max_length == 9
+    assert len(saved("the river " * 20, truncation=True).input_ids) == 9
+    assert load_tokenizer(str(copy)).model_max_length > 10**6  # texts are cut into windows

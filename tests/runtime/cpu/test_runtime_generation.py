@@ -148,6 +148,7 @@ FAMILIES = [
     ("Llama", {"head_dim": 32, "num_key_value_heads": 6, "attention_bias": True}),
     ("Qwen2", {}),
     ("Mistral", {"sliding_window": None}),
+    ("Granite", {"attention_multiplier": 0.1, "logits_scaling": 2.0}),
 ]
 
 
@@ -283,11 +284,58 @@ def test_the_model_itself_stays_unchanged():
         ("Llama", {"hidden_act": "gelu"}, "activation is gelu, not silu"),
         ("Llama", {"head_dim": 8}, "layer 0: a head has 8 features, not a multiple of 16"),
         ("Qwen3", {}, "layer 0: it has q_norm"),
+        ("SmolLM3", {"no_rope_layers": [1, 0]}, "layer 1: it does not compute what .* of Llama"),
+        ("HunYuanDenseV1", {"head_dim": 16}, "layer 0: it does not compute what .* of Llama"),
+        ("Ernie4_5", {}, "layer 0: it does not compute what .* of Llama"),
+        ("Helium", {"head_dim": 16}, "layer 0: it does not compute what .* of Llama"),
+        ("BitNet", {"hidden_act": "silu"}, "layer 0: it does not compute what .* of Llama"),
+        ("DiffLlama", {}, "layer 0: it does not compute what .* of Llama"),
+        ("Granite", {"residual_multiplier": 0.2}, "layer 0: it does not compute what .* of Llama"),
+        ("Granite", {"embedding_multiplier": 12.0}, "does not give embeddings to its layers as"),
     ],
 )
 def test_other_decoders_are_refused_with_the_reason(name, options, message):
     with pytest.raises(ValueError, match=f"{name}ForCausalLM cannot generate.*{message}"):
         prepare_generation(language_model(name, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_generate_what_they_generate_in_float32(dtype):
+    model = language_model().to(dtype).train()
+    ids = prompt(tokens=18)
+    parts = ids.split([4, 1, 1, 1, 3, 1, 1, 6], dim=1)
+    logits, _ = logits_of(prepare_generation(model), parts)
+    assert model.training
+    expected, _ = logits_of(copy.deepcopy(model).float().eval(), [ids])
+    assert (logits.float() - expected).abs().max() < 0.05 * expected.abs().max()
+    assert generated(prepare_generation(model, torch.int8), ids[:, :5]).shape == (1, 25)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotations_generate_the_same(rope):
+    model = language_model(rope_parameters={"rope_theta": 10000.0, **rope})
+    assert torch.equal(generated(prepare_generation(model), prompt()), generated(model, prompt()))
+
+
+def test_a_final_norm_of_another_kind_is_refused():
+    model = language_model()
+    model.model.norm = nn.LayerNorm(96)
+    with pytest.raises(ValueError, match="norm is LayerNorm, not a root mean square"):
+        prepare_generation(model)
 
 
 def test_a_model_of_another_kind_is_refused():

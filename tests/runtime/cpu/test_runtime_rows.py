@@ -109,23 +109,3 @@ def test_layers_compute_what_those_of_transformers_do(dtype):
     assert found.dtype == dtype
     close = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     assert torch.allclose(found.float(), expected.float(), atol=close * float(expected.abs().max()))
-
-
-def test_feed_forward_layers_that_do_something_else_stay():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=1,
-        num_attention_heads=3,
-        hidden_act="gelu",
-    )
-    model = transformers.LlamaModel(config).eval()
-    for projection in model.layers[0].mlp.children():
-        if isinstance(projection, nn.Linear):
-            nn.init.normal_(projection.weight)
-    original, model.norm = model.layers[0].mlp, nn.LayerNorm(48)
-    fuse_rows_(model)
-    assert model.layers[0].mlp is original
-    assert isinstance(model.norm, nn.LayerNorm)

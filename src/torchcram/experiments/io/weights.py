@@ -12,19 +12,26 @@ import torch
 from torchcram import artifact
 from torchcram.artifact.format import MANIFEST
 from torchcram.experiments.io.files import write_atomically
+from torchcram.messages import list_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """Writes the weights and buffers of a model to a safetensors file, atomically."""
+    """Writes the weights and buffers of a model to a safetensors file, atomically.
+
+    Tied weights are stored once, under their first name.
+    """
     from safetensors.torch import save
 
+    tied = _tied_names(model)
     tensors = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in model.state_dict().items()
+        if name not in tied
     }
+    # with more metadata the bytes would differ from file to file: safetensors does not sort it
     write_atomically(path, save(tensors, {"format": "pt"}))
 
 
@@ -38,9 +45,33 @@ def load_model_(model: nn.Module, path: Path) -> None:
     from safetensors.torch import load_file
 
     try:
-        model.load_state_dict(load_file(path))
+        state = load_file(path)
+        for name, first in _tied_names(model).items():
+            if first in state:
+                state.setdefault(name, state[first])
+        expected = model.state_dict().keys()
+        lacking = list_names(name for name in expected if name not in state)
+        others = list_names(name for name in state if name not in expected)
+        if lacking or others:
+            raise ValueError(_describe(path, lacking, others))
+        model.load_state_dict(state)
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} does not hold the expected model: {error}") from error
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Returns the first name of every tensor that has several, by its other names."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    firsts = {name: names.setdefault(id(value), name) for name, value in state.items()}
+    return {name: first for name, first in firsts.items() if name != first}
+
+
+def _describe(path: Path, lacking: str, others: str) -> str:
+    """Returns the message for a file whose names of tensors are not those of a model."""
+    parts = [f"it lacks {lacking}"] if lacking else []
+    parts += [f"it has others: {others}"] if others else []
+    return f"{path} does not hold the expected model: {', and '.join(parts)}"
 
 
 def load_weights_(model: nn.Module, path: Path) -> None:

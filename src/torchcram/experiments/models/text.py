@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.data.text.formats import SQUAD, TEXT_FORMATS
 from torchcram.experiments.models.factories import is_factory
+from torchcram.files import let_read
 
 if TYPE_CHECKING:
     from torchcram.weights import Weights
@@ -195,8 +196,13 @@ def build_text_model(name: str, task: str, *, pretrained: bool) -> TextModel:
         return TextModel(model.train(), task)
 
 
-def load_tokenizer(name: str) -> Any:  # noqa: ANN401
+def load_tokenizer(name: str, *, unlimited: bool = True) -> Any:  # noqa: ANN401
     """Returns the fast tokenizer of a model.
+
+    Args:
+        name: Name of the model, as `find_model` takes it.
+        unlimited: Whether texts may be longer than the model takes, as when they are cut into parts
+            afterwards; otherwise `model_max_length` is that of the model's files.
 
     Raises:
         ValueError: If it cannot be loaded, has an empty vocabulary, or is not a fast one, which
@@ -217,7 +223,8 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401
             f"model {name!r} has no tokenizer: its vocabulary has no words; it needs its files, "
             "as tokenizer.json or vocab.txt"
         )
-    tokenizer.model_max_length = int(1e9)  # `text.length` says how long sequences are
+    if unlimited:
+        tokenizer.model_max_length = int(1e9)  # `text.length` says how long sequences are
     return tokenizer
 
 
@@ -249,7 +256,9 @@ def save_folder(
             if weights is not None:
                 weights = {key.removeprefix("model."): value for key, value in weights.items()}
             save_compressed_tensors(inner, folder, operator, weights=weights)
-    load_tokenizer(name).save_pretrained(folder)
+    load_tokenizer(name, unlimited=False).save_pretrained(folder)
+    for path in folder.iterdir():
+        let_read(path)
 
 
 @contextmanager

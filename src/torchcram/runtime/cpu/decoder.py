@@ -262,6 +262,7 @@ class KernelCache(DynamicCache):  # type: ignore[misc]  # of a package without t
         super().__init__(config=config)
         self._config, self._sizes = config, sizes
         self._memory: Tensor | None = None  # (layers, 2, sequences, heads, capacity, features)
+        self._dtype = torch.float32  # of keys and values outside of the kernels
         self.length = 0
         self.layers = cache.layers
 
@@ -274,6 +275,7 @@ class KernelCache(DynamicCache):  # type: ignore[misc]  # of a package without t
         length = self.get_seq_length()
         if self._memory is None:
             first = self.layers[0].keys
+            self._dtype = first.dtype
             memory = self._allocate(len(first), length)
             for number, layer in enumerate(self.layers):
                 memory[number, 0, ..., :length, :] = layer.keys
@@ -298,7 +300,8 @@ class KernelCache(DynamicCache):  # type: ignore[misc]  # of a package without t
             return
         memory, self._memory = self._memory[..., : self.length, :], None
         for number, (keys, values) in enumerate(memory):
-            super().update(keys.clone(), values.clone(), number)
+            keys, values = (part.to(self._dtype, copy=True) for part in (keys, values))
+            super().update(keys, values, number)
 
     def update(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         """Adds tokens; see `DynamicCache.update`."""

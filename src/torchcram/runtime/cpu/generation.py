@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.decoder_check import find_difference
 from torchcram.runtime.cpu.prepare import prepare, report, with_report
-from torchcram.runtime.cpu.prompt_layers import fuse_rows_, is_root_mean_square
+from torchcram.runtime.cpu.prompt_layers import fuse_rows_
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.row_matrix import RoundedLinear
 
@@ -172,7 +173,8 @@ def _share_weights_(fast: nn.Module, model: nn.Module) -> None:
 
 def _obstacle(model: Any) -> str | None:  # noqa: ANN401
     """Returns why single tokens of a model cannot run in the kernels; None if they can."""
-    decoder, config = getattr(model, "model", None), getattr(model, "config", None)
+    decoder: Any = getattr(model, "model", None)
+    config = getattr(model, "config", None)
     layers = getattr(decoder, "layers", None)
     if config is None or not isinstance(layers, nn.ModuleList) or not len(layers):
         return "it is not a causal model of Transformers with layers at model.layers"
@@ -185,8 +187,12 @@ def _obstacle(model: Any) -> str | None:  # noqa: ANN401
         return f"its activation is {getattr(config, 'hidden_act', None)}, not silu"
     if getattr(config, "sliding_window", None) is not None:
         return f"it attends to a window of {config.sliding_window} tokens"
-    reasons = (_layer_obstacle(layer, config) for layer in layers)
-    return next((f"layer {n}: {reason}" for n, reason in enumerate(reasons) if reason), None)
+    for number, layer in enumerate(layers):
+        if (reason := _layer_obstacle(layer, config)) is not None:
+            return f"layer {number}: {reason}"
+    if not _is_root_mean_square(decoder.norm):
+        return f"norm is {type(decoder.norm).__name__}, not a root mean square"
+    return find_difference(model)
 
 
 def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401
@@ -203,7 +209,18 @@ def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401
     if norms.keys() != _NORMS:
         return f"its norms are {', '.join(sorted(norms))}"
     for name, norm in norms.items():
-        if not is_root_mean_square(norm):
+        if not _is_root_mean_square(norm):
             return f"{name} is {type(norm).__name__}, not a root mean square"
     features = len(attention.q_proj.weight) // config.num_attention_heads
     return f"a head has {features} features, not a multiple of 16" if features % 16 else None
+
+
+def _is_root_mean_square(norm: nn.Module) -> bool:
+    """Returns whether a norm divides by the root mean square and multiplies by its weight."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or eps is None:
+        return False
+    x = torch.linspace(-1, 2, weight.numel(), dtype=torch.float32, device=weight.device)
+    expected = weight.detach().float() * x * torch.rsqrt(x.square().mean() + eps)
+    with torch.no_grad():  # in float32, since bfloat16 may round by more than norms differ
+        return bool(torch.allclose(copy.deepcopy(norm).float()(x), expected, atol=1e-2))

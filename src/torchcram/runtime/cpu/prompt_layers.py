@@ -58,38 +58,17 @@ class GatedFeedForward(nn.Module):
 
 
 def fuse_rows_(decoder: Any) -> None:  # noqa: ANN401
-    """Gives the norms and the feed-forward layers of a decoder of the Llama family the kernels.
+    """Gives the norms and the feed-forward layers of a decoder the kernels.
 
     Args:
-        decoder: Decoder that `prepare_generation` takes, changed in place. Feed-forward layers that
-            do not compute what `GatedFeedForward` does stay as they are.
+        decoder: Decoder with layers that compute what those of Llama do, changed in place.
     """
-    dtype = decoder.embed_tokens.weight.dtype
-    example = torch.linspace(-2, 2, 2 * decoder.config.hidden_size, dtype=dtype).view(1, 2, -1)
     for layer in decoder.layers:
-        for name, child in list(layer.named_children()):
-            if "norm" in name:
-                setattr(layer, name, _fused_norm(child))
-        gated = GatedFeedForward(layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
-        with torch.no_grad():
-            if torch.allclose(gated(example), layer.mlp(example), rtol=1e-3, atol=1e-4):
-                layer.mlp = gated
-    decoder.norm = _fused_norm(decoder.norm)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, _fused(getattr(layer, name)))
+        layer.mlp = GatedFeedForward(layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+    decoder.norm = _fused(decoder.norm)
 
 
-def _fused_norm(norm: Any) -> nn.Module:  # noqa: ANN401
-    """Returns a norm that runs in the kernels; the norm itself if it computes something else."""
-    if is_root_mean_square(norm):
-        return RootMeanSquareNorm(norm.weight, float(norm.variance_epsilon))
-    return norm  # type: ignore[no-any-return]
-
-
-def is_root_mean_square(norm: nn.Module) -> bool:
-    """Returns whether a norm divides by the root mean square and multiplies by its weight."""
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, Tensor) or eps is None:
-        return False
-    x = torch.linspace(-1, 2, weight.numel(), dtype=torch.float32)
-    expected = weight.detach().float() * x * torch.rsqrt(x.square().mean() + eps)
-    with torch.no_grad():
-        return bool(torch.allclose(norm(x.to(weight.dtype)).float(), expected, atol=1e-2))
+def _fused(norm: Any) -> RootMeanSquareNorm:  # noqa: ANN401
+    return RootMeanSquareNorm(norm.weight, float(norm.variance_epsilon))
