@@ -138,7 +138,7 @@ def test_a_folder_that_is_no_finished_run_is_named(run):
 def test_a_file_of_other_weights_is_named(run):
     Path("other.safetensors").write_bytes(b"nothing")
     line = fail("evaluate", run, "--model", "other.safetensors")
-    assert "other.safetensors does not hold the expected model" in line
+    assert "other.safetensors is damaged or no safetensors file" in line
 
 
 def test_trials_are_positive(run):

@@ -137,6 +137,8 @@ def bench(
         given = [name for name, value in {**about_text, "gguf": gguf}.items() if value is not None]
         given += ["generation"] if generation else []
         with usage():
+            if batch and not forward:
+                raise ValueError("--batch is for whole batches, which --no-forward leaves out")
             if given and (not can_generate or where.type != "cpu" or generation is False):
                 raise ValueError(f"--{given[0]} is for the generation of language models on a CPU")
             chosen = choose_engines(

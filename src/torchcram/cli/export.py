@@ -47,7 +47,7 @@ def export(
         str | None,
         typer.Option(
             metavar="TYPE",
-            help="Type of weights that are not quantized: fp16 or bf16.",
+            help="Type of weights that are not quantized: fp32, fp16 or bf16.",
             show_default="as they are",
         ),
     ] = None,

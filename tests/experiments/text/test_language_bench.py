@@ -353,6 +353,7 @@ def test_the_command_and_the_page_show_generation(finished, paragraphs):
         (["--gguf", __file__], 2, "is not a GGUF file"),
         (["--no-generation", "--tokens", 3], 2, "--tokens is for the generation"),
         (["--no-generation", "--no-forward"], 2, "nothing to measure"),
+        (["--no-forward", "--batch", 2], 2, "--batch is for whole batches, which --no-forward"),
     ],
 )
 def test_bad_options_measure_nothing(finished, paragraphs, arguments, code, said):

@@ -55,7 +55,9 @@ def load_model_(model: nn.Module, path: Path) -> None:
         if lacking or others:
             raise ValueError(_describe(path, lacking, others))
         model.load_state_dict(state)
-    except (SafetensorError, RuntimeError) as error:
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    except RuntimeError as error:
         raise ValueError(f"{path} does not hold the expected model: {error}") from error
 
 
