@@ -550,28 +550,59 @@ void remember(const LayerWork& work) {
   }
 }
 
+// scores[t] = query . keys[t], for kLanes tokens at a time: a transposition adds up all lanes of
+// all tokens at once.
+void score_tokens(const float* query, const float* keys, int64_t tokens, int64_t features,
+                  float* scores) {
+  const auto product = [&](int64_t token) {
+    const float* key = keys + token * features;
+    Vector sum{};
+    for (int64_t i = 0; i < features; i += kLanes) sum += load(query + i) * load(key + i);
+    return sum;
+  };
+  int64_t t = 0;
+  for (; t + kLanes <= tokens; t += kLanes) {
+    Vector sums[kLanes];
+#pragma GCC unroll 16
+    for (int j = 0; j < kLanes; ++j) sums[j] = product(t + j);
+    transpose(sums);
+#pragma GCC unroll 16
+    for (int j = 1; j < kLanes; ++j) sums[0] += sums[j];
+    store(scores + t, sums[0]);
+  }
+  for (; t < tokens; ++t) scores[t] = fold(product(t), [](float a, float b) { return a + b; });
+}
+
+// y = factor * sum over tokens of weights[t] * values[t], for V vectors of the features.
+template <int V>
+TORCHCRAM_INLINE void weigh(const float* values, const float* weights, int64_t tokens,
+                            int64_t features, float factor, float* y) {
+  Vector sums[V] = {};
+  for (int64_t t = 0; t < tokens; ++t, values += features) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sums[v] += load(values + v * kLanes) * weights[t];
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) store(y + v * kLanes, sums[v] * factor);
+}
+
 void attend(const void* data, int64_t item) {
   const LayerWork& work = *static_cast<const LayerWork*>(data);
   const DecoderStep& step = *work.step;
   const Decoder& d = *step.decoder;
   const int64_t sequence = item / d.heads, head = item % d.heads, tokens = step.past + 1;
   const int64_t shared = head / (d.heads / d.memory_heads);
-  const float* query = work.query + item * d.features;
-  const float* key = memory_of(work, 0, sequence, shared);
   const float* value = memory_of(work, 1, sequence, shared);
   float* scores = scratch(4, tokens + kLanes);
-  for (int64_t t = 0; t < tokens; ++t, key += d.features) {
-    Vector sum{};
-    for (int64_t i = 0; i < d.features; i += kLanes) sum += load(query + i) * load(key + i);
-    scores[t] = fold(sum, [](float a, float b) { return a + b; });
-  }
+  score_tokens(work.query + item * d.features, memory_of(work, 0, sequence, shared), tokens,
+               d.features, scores);
   const float inverse = softmax_in_place(scores, tokens, d.scale);
   float* y = floats(work.attended) + sequence * work.attended.stride + head * d.features;
-  for (int64_t i = 0; i < d.features; i += kLanes) {
-    Vector sum{};
-    for (int64_t t = 0; t < tokens; ++t) sum += load(value + t * d.features + i) * scores[t];
-    store(y + i, sum * inverse);
-  }
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= d.features; i += 4 * kLanes)
+    weigh<4>(value + i, scores, tokens, d.features, inverse, y + i);
+  for (; i < d.features; i += kLanes)
+    weigh<1>(value + i, scores, tokens, d.features, inverse, y + i);
 }
 
 // x += W y, for the rows of an item.
