@@ -120,7 +120,10 @@ def engine_apart(python: str, engine: str, file: str, threads: int) -> Generate:
             raise RuntimeError(f"{engine} did not start: {' '.join(command)}")
         process.stdin.write(f"{count}\n")
         process.stdin.flush()
-        return float(process.stdout.readline())
+        answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{engine} has ended: {' '.join(command)}")
+        return float(answer)
 
     return generate
 
@@ -145,7 +148,9 @@ def onnx_runtime(folder: str, threads: int) -> Callable[[int], None]:
     import onnxruntime_genai
 
     config = onnxruntime_genai.Config(folder)
-    options = {"session_options": {"intra_op_num_threads": threads}}
+    # its threads would go on spinning while the next engine is timed
+    stop = {"session.force_spinning_stop": "1"}
+    options = {"session_options": {"intra_op_num_threads": threads, **stop}}
     config.overlay(json.dumps({"model": {"decoder": options}}))
     model = onnxruntime_genai.Model(config)
 

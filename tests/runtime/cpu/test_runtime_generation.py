@@ -338,6 +338,21 @@ def test_a_final_norm_of_another_kind_is_refused():
         prepare_generation(model)
 
 
+def test_norms_with_another_epsilon_are_refused():
+    model = language_model()
+    model.model.layers[1].input_layernorm.variance_epsilon = 1e-4
+    with pytest.raises(ValueError, match=r"layer 1: input_layernorm adds 0\.0001 to"):
+        prepare_generation(model)
+
+
+def test_layers_that_add_nothing_are_allowed():
+    model = language_model()
+    with torch.no_grad():
+        for part in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+            part.weight.zero_()
+    assert torch.equal(generated(prepare_generation(model), prompt()), generated(model, prompt()))
+
+
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="Linear cannot generate in the kernels"):
         prepare_generation(nn.Linear(4, 4))

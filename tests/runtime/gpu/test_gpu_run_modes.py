@@ -14,11 +14,6 @@ from torchcram.runtime.gpu.prepare import LayerChoice, prepare_gpu
 from torchcram.runtime.gpu.run_modes import choose_mode
 from torchcram.runtime.integers import find_integers
 
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 class Wrapped(nn.Module):
     def __init__(self, model, kind):
@@ -33,8 +28,10 @@ class Wrapped(nn.Module):
 def timed(monkeypatch):
     """Milliseconds by mode, in place of a GPU."""
     times = {}
-    monkeypatch.setattr(run_modes, "compile_for", lambda model, _: Wrapped(model, "compiled"))
-    monkeypatch.setattr(run_modes, "CapturedModel", lambda model, _: Wrapped(model, "captured"))
+    monkeypatch.setattr(run_modes, "CompiledModel", lambda model, _: Wrapped(model, "compiled"))
+    monkeypatch.setattr(
+        run_modes, "CapturedModel", lambda model, _, by=None: Wrapped(by or model, "captured")
+    )
     monkeypatch.setattr(
         run_modes, "time_in_turns", lambda runs: {name: times.get(name, 9.0) for name in runs}
     )
@@ -87,12 +84,80 @@ def test_a_mode_that_fails_is_left_out_and_named(timed, monkeypatch):
 
 
 def test_a_mode_that_computes_something_else_is_left_out(timed, monkeypatch):
-    monkeypatch.setattr(run_modes, "compile_for", lambda *_: Wrapped(mlp(), "another model"))
+    monkeypatch.setattr(run_modes, "CompiledModel", lambda *_: Wrapped(mlp(), "another model"))
     timed["compiled"] = 1.0
     torch.manual_seed(0)
     _, _, mode = choose_mode({"": mlp()}, X)
     assert list(mode.milliseconds) == ["eager", "captured"]
-    assert mode.failed["compiled"].startswith("ValueError: outputs differ by ")
+    assert list(mode.failed) == ["compiled", "compiled, captured"]
+    for reason in mode.failed.values():
+        assert reason.startswith("ValueError: outputs differ by ")
+
+
+def test_a_mode_that_always_returns_the_same_is_left_out(timed, monkeypatch):
+    class Stale(nn.Module):
+        def __init__(self, model, example, _=None):
+            super().__init__()
+            self.outputs = model(*example)
+
+        def forward(self, _):
+            return self.outputs
+
+    monkeypatch.setattr(run_modes, "CapturedModel", Stale)
+    timed["captured"] = 1.0
+    _, _, mode = choose_mode({"": mlp()}, (torch.randn(2, 8),))
+    assert list(mode.failed) == ["captured", "compiled, captured"]
+
+
+class Doubled(run_modes.ModelForExample):
+    def run(self, inputs):
+        assert not any(value.is_inference() for value in inputs)
+        assert not torch.is_grad_enabled()
+        return 2 * self.model(*inputs)
+
+
+def test_only_inputs_like_the_example_take_the_fast_way():
+    model = mlp()
+    fast = Doubled(model, (torch.ones(2, 8),))
+    x = torch.randn(2, 8)
+    assert torch.equal(fast(x), 2 * model(x))
+    with torch.inference_mode():
+        assert torch.equal(fast(x.clone()), 2 * model(x))
+    for other in (x[:1], x.double()):
+        expected = model.double()(other) if other.dtype == torch.float64 else model(other)
+        assert torch.equal(fast(other), expected)
+        model.float()
+    needs = x.clone().requires_grad_()
+    assert torch.equal(fast(needs), model(x))
+    assert torch.equal(fast(input=x), model(x))
+
+
+def test_a_prepared_model_cannot_be_moved():
+    fast = Doubled(mlp(), X)
+    for change in (fast.double, fast.cpu, lambda: fast.to(torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="cannot be moved or cast"):
+            change()
+
+
+def test_many_models_of_a_class_are_all_compiled(monkeypatch):
+    counted = []
+
+    def backend(graph, _):
+        counted.append(graph)
+        return graph.forward
+
+    original = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: original(model, backend=backend, **options)
+    )
+    for width in range(1, 12):
+        x = (torch.ones(2, width),)
+        compiled = run_modes.CompiledModel(nn.Sequential(nn.Linear(width, 3), nn.ReLU()), x)
+        assert len(counted) == width
+        compiled(*x)
+        with torch.inference_mode():
+            compiled(torch.ones(2, width))
+        assert len(counted) == width  # no call compiles again
 
 
 def test_medians_are_taken_in_turns(monkeypatch):
@@ -157,45 +222,57 @@ def wide(operator):
     return compress(model, operator)
 
 
-@pytest.mark.parametrize(("operator", "rows"), [("nm:2:4", 8192), ("int4:g128", 1), ("int8", 1)])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGpu:
-    pytestmark = needs_gpu
-
-    @torch.no_grad()
-    def test_every_mode_computes_what_the_model_does(self, operator, rows):
+    @pytest.mark.parametrize("name", ["eager", "compiled", "captured", "compiled, captured"])
+    @pytest.mark.parametrize(
+        ("operator", "rows"), [("nm:2:4", 8192), ("int4:g128", 1), ("int8", 1)]
+    )
+    def test_every_mode_computes_what_the_model_does(self, name, operator, rows, monkeypatch):
+        monkeypatch.setattr(
+            run_modes, "time_in_turns", lambda runs: {each: float(each != name) for each in runs}
+        )
         model = wide(operator)
         x = torch.randn(rows, 1024)
-        fast, layers, mode = prepare_gpu(model, (x,), operator=operator, compile_model=True)
-        assert mode.failed == {}
-        assert {"eager", "compiled", "captured", "compiled, captured"} <= {
-            name.removeprefix("dense, ") for name in mode.milliseconds
-        }
+        fast, _, mode = prepare_gpu(model, (x,), operator=operator, compile_model=True)
+        assert (mode.name, mode.failed) == (name, {})
+        x = x.cuda().bfloat16()
+        expected = model.cuda().bfloat16()
+        with torch.no_grad():
+            for inputs in (x, x[: max(1, rows // 2)], x.flip(1), x + 1):
+                assert gpu_prepare.agree(fast(inputs), expected(inputs))
+
+    @torch.inference_mode()
+    def test_the_fastest_of_all_modes_is_returned(self):
+        x = torch.randn(1, 1024)
+        fast, layers, mode = prepare_gpu(
+            wide("int4:g128"), (x,), operator="int4:g128", compile_model=True
+        )
         assert mode.milliseconds[mode.name] == min(mode.milliseconds.values())
         if mode.name.startswith("dense"):
             assert {layer.kernel for layer in layers} == {"dense"}
-        x = x.cuda().bfloat16()
-        expected = model.cuda().bfloat16()
-        for inputs in (x, x[: max(1, rows // 2)], x + 1):
-            assert gpu_prepare.agree(fast(inputs), expected(inputs))
+        inside = fast(x.cuda().bfloat16())
+        with torch.inference_mode(False):
+            assert torch.equal(fast(x.cuda().bfloat16().clone()), inside.clone())
 
+    def test_a_model_that_waits_for_the_device_is_not_captured(self):
+        class Waiting(nn.Module):
+            def forward(self, x):
+                return x * float(x.sum().item() > 0)
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-class TestCapturedModel:
-    def test_outputs_have_memory_of_their_own(self):
+        x = torch.ones(4, 8, device="cuda")
+        _, _, mode = choose_mode({"": Waiting()}, (x,))
+        assert "captured" in mode.failed
+        assert torch.randn(3, device="cuda").isfinite().all()  # the generator works as before
+
+    def test_outputs_of_a_captured_model_have_memory_of_their_own(self):
         model = mlp().cuda().requires_grad_(False)
         x, y = torch.randn(2, 4, 8, device="cuda")
         captured = run_modes.CapturedModel(model, (x,))
         first, second = captured(x), captured(y)
         torch.testing.assert_close(first, model(x))
         torch.testing.assert_close(second, model(y))
-        assert not first.requires_grad
-
-    def test_other_inputs_run_in_the_model(self):
-        model = mlp().cuda().requires_grad_(False)
-        x = torch.randn(4, 8, device="cuda")
-        captured = run_modes.CapturedModel(model, (x,))
-        torch.testing.assert_close(captured(x[:3]), model(x[:3]))
         needs = x.clone().requires_grad_()
         captured(needs).sum().backward()
         assert needs.grad is not None

@@ -192,7 +192,17 @@ def _obstacle(model: Any) -> str | None:  # noqa: ANN401
             return f"layer {number}: {reason}"
     if not _is_root_mean_square(decoder.norm):
         return f"norm is {type(decoder.norm).__name__}, not a root mean square"
-    return find_difference(model)
+    return _other_epsilon(decoder) or find_difference(model)
+
+
+def _other_epsilon(decoder: Any) -> str | None:  # noqa: ANN401
+    """Returns which norm of a decoder has another epsilon than the final one; None if none has."""
+    eps = decoder.norm.variance_epsilon
+    for number, layer in enumerate(decoder.layers):
+        for name in sorted(_NORMS):
+            if (other := getattr(layer, name).variance_epsilon) != eps:
+                return f"layer {number}: {name} adds {other:g} to the mean, the final norm {eps:g}"
+    return None
 
 
 def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401

@@ -133,7 +133,8 @@ def prepare_gpu(
         choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
     if not compile_model:
         return Prepared(_with_layers(twin, replaced), tuple(choices))
-    models = {"": _with_layers(copy.deepcopy(twin), replaced)} if replaced else {}
+    shared = {id(each): each for each in (*twin.parameters(), *twin.buffers())}  # no second copy
+    models = {"": _with_layers(copy.deepcopy(twin, shared), replaced)} if replaced else {}
     models["dense, " if replaced else ""] = twin
     prefix, fastest, mode = choose_mode(models, inputs)
     if prefix == "dense, ":

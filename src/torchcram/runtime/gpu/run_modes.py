@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,39 +39,92 @@ class RunMode:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-class CapturedModel(nn.Module):
-    """Replays the forward pass of a model as a CUDA graph.
+class ModelForExample(nn.Module):
+    """A model with a faster way to run inputs with the shapes, dtypes and device of an example.
 
-    Inputs of other shapes or dtypes, inputs that need a gradient, and keyword arguments run in the
-    model itself. Every call copies its inputs and outputs, and calls from several threads at the
-    same time are not allowed.
+    Other inputs, keyword arguments and inputs that need a gradient run in the model itself. It
+    cannot be moved or cast.
 
     Args:
-        model: Model on a GPU, in eval mode, that does not wait for the device.
-        example: Inputs on the same GPU, which decide on the shapes.
-
-    Raises:
-        ValueError: If the outputs hold objects other than tensors and plain values.
+        model: Model on a GPU, in eval mode.
+        example: Inputs on the same GPU.
     """
 
     def __init__(self, model: nn.Module, example: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.model = model
-        self._inputs = tuple(value.clone() for value in example)
-        _require_plain(warm_up(model, self._inputs))
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._outputs = model(*self._inputs)
+        self._example = example
+
+    def run(self, inputs: tuple[Tensor, ...]) -> object:
+        """Returns the outputs for inputs like the example."""
+        raise NotImplementedError
 
     def forward(self, *inputs: Any, **options: Any) -> Any:  # noqa: ANN401
         """Returns the outputs, in memory of their own."""
-        if options or not _alike(inputs, self._inputs) or _needs_gradient(inputs):
+        if options or not _alike(inputs, self._example) or _needs_gradient(inputs):
             return self.model(*inputs, **options)
-        with torch.no_grad():
-            for held, value in zip(self._inputs, inputs, strict=True):
-                held.copy_(value)
-            self._graph.replay()
-            return pytree.tree_map_only(Tensor, Tensor.clone, self._outputs)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.run(_without_inference(inputs))
+
+    def _apply(self, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+        raise RuntimeError("a prepared model cannot be moved or cast: prepare it anew")
+
+
+class CompiledModel(ModelForExample):
+    """A model that is compiled for the example; see `ModelForExample`."""
+
+    def __init__(self, model: nn.Module, example: tuple[Tensor, ...]) -> None:
+        super().__init__(model, example)
+        compiled = torch.compile(model, dynamic=False)
+        self._compiled = [compiled]  # in a list, so that it is no second child
+        # By default, the ninth model of a class would run eagerly, with a warning.
+        with torch._dynamo.config.patch(recompile_limit=1024, fail_on_recompile_limit_hit=True):
+            self(*example)
+
+    def run(self, inputs: tuple[Tensor, ...]) -> object:
+        """Returns the outputs for inputs like the example."""
+        return self._compiled[0](*inputs)
+
+
+class CapturedModel(ModelForExample):
+    """A model whose forward pass is replayed as a CUDA graph; see `ModelForExample`.
+
+    Every call copies its inputs and outputs, and calls from several threads at the same time are
+    not allowed.
+
+    Args:
+        model: Model on a GPU, in eval mode, that does not wait for the device.
+        example: Inputs on the same GPU.
+        compiled: The same model compiled, to capture in its place; None for the model itself.
+
+    Raises:
+        ValueError: If the outputs hold objects other than tensors and plain values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: tuple[Tensor, ...],
+        compiled: CompiledModel | None = None,
+    ) -> None:
+        super().__init__(model, tuple(value.clone() for value in example))
+        source = model if compiled is None else compiled
+        _require_plain(warm_up(source, self._example))
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = source(*self._example)
+
+    def run(self, inputs: tuple[Tensor, ...]) -> object:
+        """Returns the outputs for inputs like the example."""
+        for held, value in zip(self._example, inputs, strict=True):
+            held.copy_(value)
+        self._graph.replay()
+        return pytree.tree_map_only(Tensor, Tensor.clone, self._outputs)
+
+
+def _without_inference(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns inputs with tensors of inference mode copied, for which compilers compile anew."""
+    return tuple(value.clone() if value.is_inference() else value for value in inputs)
 
 
 def _alike(inputs: tuple[object, ...], example: tuple[Tensor, ...]) -> bool:
@@ -94,7 +147,6 @@ def _require_plain(outputs: object) -> None:
             raise ValueError(f"the outputs hold a {type(leaf).__name__}, which a graph cannot copy")
 
 
-@torch.no_grad()
 def warm_up(model: nn.Module, example: tuple[Tensor, ...]) -> object:
     """Runs a model twice on a stream beside the current one, as a capture requires."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -106,14 +158,8 @@ def warm_up(model: nn.Module, example: tuple[Tensor, ...]) -> object:
     return outputs
 
 
-def compile_for(model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
-    """Returns a model that is compiled for the shapes of the example."""
-    compiled: nn.Module = torch.compile(model, dynamic=False)  # type: ignore[assignment]
-    with torch.no_grad():
-        compiled(*example)
-    return compiled
-
-
+@torch.inference_mode(False)
+@torch.no_grad()
 def choose_mode(
     models: dict[str, nn.Module], example: tuple[Tensor, ...]
 ) -> tuple[str, nn.Module, RunMode]:
@@ -126,38 +172,54 @@ def choose_mode(
     Returns:
         Prefix of the model, the model ready to run, and its mode.
     """
+    example = _without_inference(example)
     ready: dict[str, tuple[str, nn.Module]] = {}
     failed: dict[str, str] = {}
     for prefix, model in models.items():
-        made = {"eager": model}
-        with torch.no_grad():
-            expected = model(*example)
-        for name, source, make in (
-            ("compiled", "eager", compile_for),
-            ("captured", "eager", CapturedModel),
-            ("compiled, captured", "compiled", CapturedModel),
-        ):
-            if source not in made:
-                continue
-            try:
-                made[name] = _checked(make(made[source], example), example, expected)
-            except Exception as error:  # noqa: BLE001  whatever a compiler or a capture may raise
-                failed[prefix + name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        made, problems = _modes_of(model, example)
         ready |= {prefix + name: (prefix, each) for name, each in made.items()}
-    runs = {name: _call(model, example) for name, (_, model) in ready.items()}
-    times = time_in_turns(runs)
+        failed |= {prefix + name: reason for name, reason in problems.items()}
+    times = time_in_turns({name: _call(model, example) for name, (_, model) in ready.items()})
     best = min(times, key=times.__getitem__)
     prefix, model = ready[best]
     return prefix, model, RunMode(best, times, failed)
 
 
-@torch.no_grad()
-def _checked(model: nn.Module, example: tuple[Tensor, ...], expected: object) -> nn.Module:
-    """Returns the model; raises ValueError if it does not compute what is expected."""
-    error = output_error(expected, model(*example))
-    if error > TOLERANCE:
-        raise ValueError(f"outputs differ by {error:.2g} of the largest value")
-    return model
+def _modes_of(
+    model: nn.Module, example: tuple[Tensor, ...]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Returns a model in all modes that work, and the reasons of those that do not."""
+    made: dict[str, nn.Module] = {"eager": model}
+    failed: dict[str, str] = {}
+    for name, make in (
+        ("compiled", lambda: CompiledModel(model, example)),
+        ("captured", lambda: CapturedModel(model, example)),
+        ("compiled, captured", lambda: CapturedModel(model, example, _compiled(made))),
+    ):
+        if name == "compiled, captured" and "compiled" in failed:
+            failed[name] = failed["compiled"]
+            continue
+        try:
+            made[name] = _checked(make(), model, example)
+        except Exception as error:  # noqa: BLE001  whatever a compiler or a capture may raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return made, failed
+
+
+def _compiled(made: dict[str, nn.Module]) -> CompiledModel:
+    return cast("CompiledModel", made["compiled"])
+
+
+def _checked(fast: nn.Module, model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
+    """Returns `fast`; raises ValueError if it does not compute what `model` does.
+
+    The second example has other values, so that a result of the first one cannot pass for it.
+    """
+    for inputs in (example, tuple(value.flip(-1) if value.dim() else value for value in example)):
+        error = output_error(model(*inputs), fast(*inputs))
+        if error > TOLERANCE:
+            raise ValueError(f"outputs differ by {error:.2g} of the largest value")
+    return fast
 
 
 def _call(model: nn.Module, example: tuple[Tensor, ...]) -> Run:
