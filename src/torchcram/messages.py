@@ -1,4 +1,4 @@
-"""Lists of names for errors and warnings, and warnings that point at the caller's line."""
+"""Names and reasons in errors and warnings, and warnings that point at the caller's line."""
 
 from __future__ import annotations
 
@@ -46,3 +46,8 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         module=frame.f_globals.get("__name__", "<unknown>"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the beginning of an error's message in one line; without a message, its type."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -93,7 +93,7 @@ def gated_case():
     def dense(x):
         return x * x.sigmoid() * x.flip(0)
 
-    return lambda x: torch.ops.torchcram.silu_product(x, x.flip(0)), dense, torch.randn(3, 20)
+    return lambda x: torch.ops.torchcram.silu_and_mul(x, x.flip(0)), dense, torch.randn(3, 20)
 
 
 CASES = {
@@ -104,7 +104,7 @@ CASES = {
     "conv-relu": (conv_case, (), {"relu": True}),
     "attention": (attention_case, (), {}),
     "rms-norm": (norm_case, (), {}),
-    "silu-product": (gated_case, (), {}),
+    "silu-and-mul": (gated_case, (), {}),
 }
 SMOOTH = ["linear-gelu_tanh", "linear-silu", "feed-forward", "conv-padded", "attention", "rms-norm"]
 

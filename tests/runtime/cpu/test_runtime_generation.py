@@ -334,7 +334,7 @@ def test_scaled_rotations_generate_the_same(rope):
 def test_a_final_norm_of_another_kind_is_refused():
     model = language_model()
     model.model.norm = nn.LayerNorm(96)
-    with pytest.raises(ValueError, match="norm is LayerNorm, not a root mean square"):
+    with pytest.raises(ValueError, match="norm is LayerNorm, not an RMSNorm"):
         prepare_generation(model)
 
 

@@ -156,7 +156,7 @@ def calls_by_name():
     sequence = {"query": x, "key": x, "value": x}
     yield OPERATORS.attention, {**sequence, "heads": 2, "scale": 0.3}
     yield OPERATORS.rms_norm, {"x": x.transpose(0, 1), "weight": torch.randn(20), "eps": 1e-5}
-    yield OPERATORS.silu_product, {"gate": x.transpose(0, 1), "up": x.transpose(0, 1)}
+    yield OPERATORS.silu_and_mul, {"gate": x.transpose(0, 1), "up": x.transpose(0, 1)}
     weight = {"x": x, "weight": torch.randn(7, 20), "bias": None}
     yield OPERATORS.reordered_linear, weight
     if has_int8():

@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 from torchcram.runtime.cpu.prompt_layers import (
+    FusedRMSNorm,
     GatedFeedForward,
-    RootMeanSquareNorm,
-    fuse_rows_,
+    fuse_prompt_layers_,
 )
 
 pytestmark = needs_kernels
 
-norm, product = torch.ops.torchcram.rms_norm, torch.ops.torchcram.silu_product
+norm, product = torch.ops.torchcram.rms_norm, torch.ops.torchcram.silu_and_mul
 
 
 def expected_norm(x, weight, eps):
@@ -100,10 +100,10 @@ def test_layers_compute_what_those_of_transformers_do(dtype):
     with torch.no_grad():
         expected = model(tokens).last_hidden_state
         names = [name for name, _ in model.named_parameters()]
-        fuse_rows_(model)
+        fuse_prompt_layers_(model)
         kinds = {type(module) for module in model.modules()}
-        assert {RootMeanSquareNorm, GatedFeedForward} <= kinds
-        assert not any("RMSNorm" in kind.__name__ or kind.__name__ == "LlamaMLP" for kind in kinds)
+        assert {FusedRMSNorm, GatedFeedForward} <= kinds
+        assert not {"LlamaRMSNorm", "LlamaMLP"} & {kind.__name__ for kind in kinds}
         assert [name for name, _ in model.named_parameters()] == names
         found = model(tokens).last_hidden_state
     assert found.dtype == dtype

@@ -53,8 +53,8 @@ X = (torch.ones(2, 8),)
 def test_the_fastest_mode_is_taken(timed, fastest, kinds):
     timed[fastest] = 1.0
     original = mlp()
-    prefix, model, mode = choose_mode({"": original}, X)
-    assert (prefix, mode.name, mode.failed) == ("", fastest, {})
+    model, mode = choose_mode({"": original}, X)
+    assert (mode.name, mode.failed) == (fastest, {})
     assert mode.milliseconds == dict.fromkeys(mode.milliseconds, 9.0) | {fastest: 1.0}
     assert list(mode.milliseconds) == ["eager", "compiled", "captured", "compiled, captured"]
     for kind in kinds:
@@ -66,8 +66,8 @@ def test_the_fastest_mode_is_taken(timed, fastest, kinds):
 def test_a_dense_model_may_be_the_fastest(timed):
     timed |= {"compiled": 2.0, "dense, captured": 1.0}
     dense, replaced = mlp(), mlp()
-    prefix, model, mode = choose_mode({"": replaced, "dense, ": dense}, X)
-    assert (prefix, mode.name) == ("dense, ", "dense, captured")
+    model, mode = choose_mode({"": replaced, "dense, ": dense}, X)
+    assert mode.name == "dense, captured"
     assert model.model is dense
 
 
@@ -77,7 +77,7 @@ def test_a_mode_that_fails_is_left_out_and_named(timed, monkeypatch):
 
     monkeypatch.setattr(run_modes, "CapturedModel", fail)
     timed["compiled"] = 1.0
-    _, _, mode = choose_mode({"": mlp()}, X)
+    _, mode = choose_mode({"": mlp()}, X)
     assert list(mode.milliseconds) == ["eager", "compiled"]
     reason = "RuntimeError: operation not permitted"
     assert mode.failed == {"captured": reason, "compiled, captured": reason}
@@ -87,7 +87,7 @@ def test_a_mode_that_computes_something_else_is_left_out(timed, monkeypatch):
     monkeypatch.setattr(run_modes, "CompiledModel", lambda *_: Wrapped(mlp(), "another model"))
     timed["compiled"] = 1.0
     torch.manual_seed(0)
-    _, _, mode = choose_mode({"": mlp()}, X)
+    _, mode = choose_mode({"": mlp()}, X)
     assert list(mode.milliseconds) == ["eager", "captured"]
     assert list(mode.failed) == ["compiled", "compiled, captured"]
     for reason in mode.failed.values():
@@ -105,11 +105,11 @@ def test_a_mode_that_always_returns_the_same_is_left_out(timed, monkeypatch):
 
     monkeypatch.setattr(run_modes, "CapturedModel", Stale)
     timed["captured"] = 1.0
-    _, _, mode = choose_mode({"": mlp()}, (torch.randn(2, 8),))
+    _, mode = choose_mode({"": mlp()}, (torch.randn(2, 8),))
     assert list(mode.failed) == ["captured", "compiled, captured"]
 
 
-class Doubled(run_modes.ModelForExample):
+class Doubled(run_modes.SpecializedModel):
     def run(self, inputs):
         assert not any(value.is_inference() for value in inputs)
         assert not torch.is_grad_enabled()
@@ -262,7 +262,7 @@ class TestOnAGpu:
                 return x * float(x.sum().item() > 0)
 
         x = torch.ones(4, 8, device="cuda")
-        _, _, mode = choose_mode({"": Waiting()}, (x,))
+        _, mode = choose_mode({"": Waiting()}, (x,))
         assert "captured" in mode.failed
         assert torch.randn(3, device="cuda").isfinite().all()  # the generator works as before
 

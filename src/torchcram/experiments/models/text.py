@@ -17,6 +17,7 @@ from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.data.text.formats import SQUAD, TEXT_FORMATS
 from torchcram.experiments.models.factories import is_factory
 from torchcram.files import let_read
+from torchcram.messages import reason_of
 
 if TYPE_CHECKING:
     from torchcram.weights import Weights
@@ -270,11 +271,6 @@ def named_errors(name: str, what: str) -> Iterator[None]:
         raise ValueError(
             f"model {name!r} cannot be loaded with {what}: {reason_of(error)}"
         ) from error
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the beginning of an error's message in one line; without a message, its type."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextmanager

@@ -25,10 +25,11 @@ from torchcram.experiments.io.cache import Report
 from torchcram.experiments.io.dataclass_io import build_section, require
 from torchcram.experiments.metrics import PERPLEXITY, perplexity
 from torchcram.experiments.models.causal import CausalModel, build_causal_model
-from torchcram.experiments.models.text import ALLOWED, is_text_model, reason_of
+from torchcram.experiments.models.text import ALLOWED, is_text_model
 from torchcram.experiments.ranks import SINGLE, Ranks
 from torchcram.experiments.tasks.base import ACCURACY, Score, Task, autocast
 from torchcram.experiments.tasks.tokenized import TokenizedTask
+from torchcram.messages import reason_of
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from torchcram.experiments.data.text.batches import TextBatches, padding
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.io.cache import Report
-from torchcram.experiments.models.text import build_text_model, reason_of
+from torchcram.experiments.models.text import build_text_model
 from torchcram.experiments.tasks.base import FinetuneDefaults, Score, autocast
 from torchcram.experiments.tasks.tokenized import TokenizedTask
+from torchcram.messages import reason_of
 from torchcram.passes import eval_mode
 
 if TYPE_CHECKING:

@@ -12,11 +12,9 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS
 from torchcram.runtime.cpu.row_matrix import MOST_VECTORS, RowLinear, RowMatrixStruct
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-NORMS = ("input_layernorm", "post_attention_layernorm")
 _ROOM = 256  # tokens that the memory grows by, at least
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from torchcram.messages import reason_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,8 +41,7 @@ def find_difference(model: Any) -> str | None:  # noqa: ANN401
                     f"outputs differ by {apart:.2g} of the largest"
                 )
     except Exception as error:  # noqa: BLE001  the code of a model may raise anything
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return f"its layers cannot be called as those of Llama: {reason}"
+        return f"its layers cannot be called as those of Llama: {reason_of(error)}"
     return None
 
 

@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.decoder_check import find_difference
 from torchcram.runtime.cpu.prepare import prepare, report, with_report
-from torchcram.runtime.cpu.prompt_layers import fuse_rows_
+from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.row_matrix import RoundedLinear
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-_NORMS = {"input_layernorm", "post_attention_layernorm"}
 
 
 def prepare_generation(
@@ -109,7 +105,7 @@ def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN4
         example = {"input_ids": prompt.clone(), "use_cache": False}
         fast: Any = prepare(model.model, example, fuse=False)
     fast.embed_tokens = model.model.embed_tokens  # the head may have the same weight
-    fuse_rows_(fast)
+    fuse_prompt_layers_(fast)
     model.model = fast
     return [replace(choice, name=f"model.{choice.name}") for choice in report(fast)]
 
@@ -134,7 +130,7 @@ def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     rounded = _frozen_copy(model, share_weights=True)
     owners: list[tuple[Any, tuple[str, ...]]] = [(rounded, ("lm_head",))]
     for layer in rounded.model.layers:
-        owners += [(layer.self_attn, _ATTENTION), (layer.mlp, _FEED_FORWARD)]
+        owners += [(layer.self_attn, ATTENTION), (layer.mlp, FEED_FORWARD)]
     for owner, names in owners:
         for name in names:
             layer = getattr(owner, name)
@@ -190,8 +186,8 @@ def _obstacle(model: Any) -> str | None:  # noqa: ANN401
     for number, layer in enumerate(layers):
         if (reason := _layer_obstacle(layer, config)) is not None:
             return f"layer {number}: {reason}"
-    if not _is_root_mean_square(decoder.norm):
-        return f"norm is {type(decoder.norm).__name__}, not a root mean square"
+    if not _is_rms_norm(decoder.norm):
+        return f"norm is {type(decoder.norm).__name__}, not an RMSNorm"
     return _other_epsilon(decoder) or find_difference(model)
 
 
@@ -199,7 +195,7 @@ def _other_epsilon(decoder: Any) -> str | None:  # noqa: ANN401
     """Returns which norm of a decoder has another epsilon than the final one; None if none has."""
     eps = decoder.norm.variance_epsilon
     for number, layer in enumerate(decoder.layers):
-        for name in sorted(_NORMS):
+        for name in NORMS:
             if (other := getattr(layer, name).variance_epsilon) != eps:
                 return f"layer {number}: {name} adds {other:g} to the mean, the final norm {eps:g}"
     return None
@@ -208,7 +204,7 @@ def _other_epsilon(decoder: Any) -> str | None:  # noqa: ANN401
 def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401
     attention: Any = getattr(layer, "self_attn", None)
     feed_forward = getattr(layer, "mlp", None)
-    for owner, names in ((attention, _ATTENTION), (feed_forward, _FEED_FORWARD)):
+    for owner, names in ((attention, ATTENTION), (feed_forward, FEED_FORWARD)):
         for name in names:
             if not isinstance(getattr(getattr(owner, name, None), "weight", None), Tensor):
                 return f"it has no {name}"
@@ -216,16 +212,16 @@ def _layer_obstacle(layer: Any, config: Any) -> str | None:  # noqa: ANN401
         if hasattr(attention, name):
             return f"it has {name}"
     norms = {name: child for name, child in layer.named_children() if "norm" in name}
-    if norms.keys() != _NORMS:
+    if norms.keys() != {*NORMS}:
         return f"its norms are {', '.join(sorted(norms))}"
     for name, norm in norms.items():
-        if not _is_root_mean_square(norm):
-            return f"{name} is {type(norm).__name__}, not a root mean square"
+        if not _is_rms_norm(norm):
+            return f"{name} is {type(norm).__name__}, not an RMSNorm"
     features = len(attention.q_proj.weight) // config.num_attention_heads
     return f"a head has {features} features, not a multiple of 16" if features % 16 else None
 
 
-def _is_root_mean_square(norm: nn.Module) -> bool:
+def _is_rms_norm(norm: nn.Module) -> bool:
     """Returns whether a norm divides by the root mean square and multiplies by its weight."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or eps is None:

@@ -1,4 +1,4 @@
-"""Norms and gated feed-forward layers of decoders whose rows run in the kernels."""
+"""RMSNorm and gated feed-forward layers of decoders, which run in kernels for prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from torch.nn import functional
 
 import torchcram.runtime.cpu.ops  # noqa: F401  registers the operators
 
+# names of the parts of a layer of Llama in Transformers
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
-class RootMeanSquareNorm(nn.Module):
-    """Norm of Llama: y = weight * x / sqrt(mean of x^2 + eps).
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm of Llama: y = weight * x / sqrt(mean of x^2 + eps).
 
     Args:
         weight: Weight, one value per feature.
@@ -29,9 +34,7 @@ class RootMeanSquareNorm(nn.Module):
         if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
             y: Tensor = torch.ops.torchcram.rms_norm(x, self.weight, self.variance_epsilon)
             return y
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class GatedFeedForward(nn.Module):
@@ -51,24 +54,24 @@ class GatedFeedForward(nn.Module):
         """Maps (..., features) to the same shape."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if gate.dtype == torch.float32 and up.dtype == torch.float32:
-            product = torch.ops.torchcram.silu_product(gate, up)
+            product = torch.ops.torchcram.silu_and_mul(gate, up)
         else:
             product = functional.silu(gate) * up
         return cast("Tensor", self.down_proj(product))
 
 
-def fuse_rows_(decoder: Any) -> None:  # noqa: ANN401
+def fuse_prompt_layers_(decoder: Any) -> None:  # noqa: ANN401
     """Gives the norms and the feed-forward layers of a decoder the kernels.
 
     Args:
         decoder: Decoder with layers that compute what those of Llama do, changed in place.
     """
     for layer in decoder.layers:
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in NORMS:
             setattr(layer, name, _fused(getattr(layer, name)))
         layer.mlp = GatedFeedForward(layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
     decoder.norm = _fused(decoder.norm)
 
 
-def _fused(norm: Any) -> RootMeanSquareNorm:  # noqa: ANN401
-    return RootMeanSquareNorm(norm.weight, float(norm.variance_epsilon))
+def _fused(norm: Any) -> FusedRMSNorm:  # noqa: ANN401
+    return FusedRMSNorm(norm.weight, float(norm.variance_epsilon))

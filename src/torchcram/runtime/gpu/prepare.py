@@ -23,7 +23,7 @@ from torchcram.runtime.gpu.layers import (
     why_not_int8,
     why_not_sparse,
 )
-from torchcram.runtime.gpu.run_modes import RunMode, choose_mode
+from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode
 from torchcram.runtime.integers import find_integers
 from torchcram.runtime.outputs import tensor_error
 from torchcram.weights import layer_weights, weights_in
@@ -135,9 +135,9 @@ def prepare_gpu(
         return Prepared(_with_layers(twin, replaced), tuple(choices))
     shared = {id(each): each for each in (*twin.parameters(), *twin.buffers())}  # no second copy
     models = {"": _with_layers(copy.deepcopy(twin, shared), replaced)} if replaced else {}
-    models["dense, " if replaced else ""] = twin
-    prefix, fastest, mode = choose_mode(models, inputs)
-    if prefix == "dense, ":
+    models[DENSE if replaced else ""] = twin
+    fastest, mode = choose_mode(models, inputs)
+    if mode.name.startswith(DENSE):
         choices = [_dense_after_all(choice) for choice in choices]
     return Prepared(fastest, tuple(choices), mode)
 

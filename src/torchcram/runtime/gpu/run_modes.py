@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 TOLERANCE = 0.05  # of the largest output: rounding to 16 bits adds up over the layers
 ROUNDS = 5  # in which the modes take turns
 ROUND = 0.02  # seconds of a mode in a round
+DENSE = "dense, "  # prefix of modes of the model without replaced layers
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class RunMode:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-class ModelForExample(nn.Module):
-    """A model with a faster way to run inputs with the shapes, dtypes and device of an example.
+class SpecializedModel(nn.Module, ABC):
+    """A model with a fast path for inputs with the shapes, dtypes and device of an example.
 
     Other inputs, keyword arguments and inputs that need a gradient run in the model itself. It
     cannot be moved or cast.
@@ -55,9 +58,9 @@ class ModelForExample(nn.Module):
         self.model = model
         self._example = example
 
+    @abstractmethod
     def run(self, inputs: tuple[Tensor, ...]) -> object:
         """Returns the outputs for inputs like the example."""
-        raise NotImplementedError
 
     def forward(self, *inputs: Any, **options: Any) -> Any:  # noqa: ANN401
         """Returns the outputs, in memory of their own."""
@@ -70,8 +73,8 @@ class ModelForExample(nn.Module):
         raise RuntimeError("a prepared model cannot be moved or cast: prepare it anew")
 
 
-class CompiledModel(ModelForExample):
-    """A model that is compiled for the example; see `ModelForExample`."""
+class CompiledModel(SpecializedModel):
+    """A model that is compiled for the example; see `SpecializedModel`."""
 
     def __init__(self, model: nn.Module, example: tuple[Tensor, ...]) -> None:
         super().__init__(model, example)
@@ -86,8 +89,8 @@ class CompiledModel(ModelForExample):
         return self._compiled[0](*inputs)
 
 
-class CapturedModel(ModelForExample):
-    """A model whose forward pass is replayed as a CUDA graph; see `ModelForExample`.
+class CapturedModel(SpecializedModel):
+    """A model whose forward pass is replayed as a CUDA graph; see `SpecializedModel`.
 
     Every call copies its inputs and outputs, and calls from several threads at the same time are
     not allowed.
@@ -105,7 +108,7 @@ class CapturedModel(ModelForExample):
         self,
         model: nn.Module,
         example: tuple[Tensor, ...],
-        compiled: CompiledModel | None = None,
+        compiled: nn.Module | None = None,
     ) -> None:
         super().__init__(model, tuple(value.clone() for value in example))
         source = model if compiled is None else compiled
@@ -162,7 +165,7 @@ def warm_up(model: nn.Module, example: tuple[Tensor, ...]) -> object:
 @torch.no_grad()
 def choose_mode(
     models: dict[str, nn.Module], example: tuple[Tensor, ...]
-) -> tuple[str, nn.Module, RunMode]:
+) -> tuple[nn.Module, RunMode]:
     """Returns the fastest way to run one of several models that compute the same.
 
     Args:
@@ -170,19 +173,18 @@ def choose_mode(
         example: Inputs on the same GPU.
 
     Returns:
-        Prefix of the model, the model ready to run, and its mode.
+        The model ready to run, and its mode.
     """
     example = _without_inference(example)
-    ready: dict[str, tuple[str, nn.Module]] = {}
+    ready: dict[str, nn.Module] = {}
     failed: dict[str, str] = {}
     for prefix, model in models.items():
         made, problems = _modes_of(model, example)
-        ready |= {prefix + name: (prefix, each) for name, each in made.items()}
+        ready |= {prefix + name: each for name, each in made.items()}
         failed |= {prefix + name: reason for name, reason in problems.items()}
-    times = time_in_turns({name: _call(model, example) for name, (_, model) in ready.items()})
+    times = time_in_turns({name: partial(model, *example) for name, model in ready.items()})
     best = min(times, key=times.__getitem__)
-    prefix, model = ready[best]
-    return prefix, model, RunMode(best, times, failed)
+    return ready[best], RunMode(best, times, failed)
 
 
 def _modes_of(
@@ -194,7 +196,7 @@ def _modes_of(
     for name, make in (
         ("compiled", lambda: CompiledModel(model, example)),
         ("captured", lambda: CapturedModel(model, example)),
-        ("compiled, captured", lambda: CapturedModel(model, example, _compiled(made))),
+        ("compiled, captured", lambda: CapturedModel(model, example, made["compiled"])),
     ):
         if name == "compiled, captured" and "compiled" in failed:
             failed[name] = failed["compiled"]
@@ -204,10 +206,6 @@ def _modes_of(
         except Exception as error:  # noqa: BLE001  whatever a compiler or a capture may raise
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return made, failed
-
-
-def _compiled(made: dict[str, nn.Module]) -> CompiledModel:
-    return cast("CompiledModel", made["compiled"])
 
 
 def _checked(fast: nn.Module, model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
@@ -220,14 +218,6 @@ def _checked(fast: nn.Module, model: nn.Module, example: tuple[Tensor, ...]) -> 
         if error > TOLERANCE:
             raise ValueError(f"outputs differ by {error:.2g} of the largest value")
     return fast
-
-
-def _call(model: nn.Module, example: tuple[Tensor, ...]) -> Run:
-    @torch.no_grad()
-    def run() -> object:
-        return model(*example)
-
-    return run
 
 
 def time_in_turns(runs: dict[str, Run]) -> dict[str, float]:

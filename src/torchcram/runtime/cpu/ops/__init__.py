@@ -9,8 +9,8 @@ They are registered in `torch.ops.torchcram` when this package is imported. The 
                     sparse_feed_forward_int8  two of them with an activation between them
     conv2d.py       sparse_conv2d             a convolution
     attention.py    attention                 self-attention without a mask
-    rows.py         rms_norm                  root mean square norm of every row
-                    silu_product              silu(gate) * up, between gated Linear layers
+    rows.py         rms_norm                  RMSNorm of every row
+                    silu_and_mul              silu(gate) * up, between gated Linear layers
 
 An operator has a schema and three implementations, which `register` in `common.py` takes: the
 kernel, a fake implementation for tensors without data, and a dense one. The kernels have no

@@ -1,4 +1,4 @@
-"""Functions of single rows: a norm by the root mean square, and the product of gated layers."""
+"""Functions of single rows: RMSNorm, and silu(gate) * up of gated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _fake_rms_norm(x: Tensor, _weight: Tensor, _eps: float) -> Tensor:
 
 def _dense_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     require_floats(x)
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def _silu_product(gate: Tensor, up: Tensor) -> Tensor:
+def _silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     _require_same_shape(gate, up)
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
@@ -42,11 +42,11 @@ def _silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def _fake_silu_product(gate: Tensor, _up: Tensor) -> Tensor:
+def _fake_silu_and_mul(gate: Tensor, _up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _dense_silu_product(gate: Tensor, up: Tensor) -> Tensor:
+def _dense_silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     _require_same_shape(gate, up)
     return functional.silu(gate) * up
 
@@ -66,8 +66,8 @@ register(
     dense=_dense_rms_norm,
 )
 register(
-    "silu_product(Tensor gate, Tensor up) -> Tensor",
-    _silu_product,
-    fake=_fake_silu_product,
-    dense=_dense_silu_product,
+    "silu_and_mul(Tensor gate, Tensor up) -> Tensor",
+    _silu_and_mul,
+    fake=_fake_silu_and_mul,
+    dense=_dense_silu_and_mul,
 )
