@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 from collections import namedtuple
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 from torchcram import C_SAM, CRAM_PLUS, SAM, CrAM, GraphedStep, split_batch
 from torchcram.optim import graphed_step
-from torchcram.optim.graphs import StepGraphs, _options
+from torchcram.optim.graphs import StepGraphs, _options, concurrent_passes
 
 Pair = namedtuple("Pair", "inputs labels")
 BASES = {
@@ -92,12 +93,15 @@ class Replayed:
 
     made = 0
 
-    def __init__(self, model, optimizer, body):  # noqa: ARG002
+    def __init__(self, model, optimizer, body, *, concurrent_passes):  # noqa: ARG002
         type(self).made += 1
         self._body = body
+        self._optimizer, self._concurrent = optimizer, concurrent_passes
 
     def __call__(self):
-        self._body()
+        apart = concurrent_passes(self._optimizer, None) if self._concurrent else nullcontext()
+        with apart:
+            self._body()
 
 
 @pytest.fixture(params=["eager", "captured"])

@@ -251,6 +251,59 @@ def test_shares_of_a_batch_in_a_graph(shares):
     assert_close(graphed.model, eager.model)
 
 
+class Block(nn.Module):
+    """Convolutions, batch norm and attention: works whose kernels differ between the passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("kind", ["CrAM+", "interval", "sometimes plain"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+def test_passes_at_the_same_time_are_those_one_after_another(kind, backend):
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    try:
+        states = []
+        for concurrent in (False, True):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            model = Block().cuda()
+            run = model if backend is None else torch.compile(model, backend=backend)
+            options = {**CRAMS[kind]}
+            base = BASES["SGD"](model.parameters())
+            optimizer = CrAM(model, base, options.pop("operators"), **options)
+            step = GraphedStep(
+                model,
+                optimizer,
+                lambda batch, run=run: cross_entropy(run(batch[0]), batch[1]),
+                dense_share=0.5,
+                compressed_share=0.5,
+                concurrent_passes=concurrent,
+            )
+            pointers = [p.data_ptr() for p in model.parameters()]
+            for number in range(30):
+                generator = torch.Generator().manual_seed(number)
+                x = torch.randn(32, 3, 12, 12, generator=generator)
+                step((x, torch.randint(10, (32,), generator=generator)))
+            step.check()
+            assert [p.data_ptr() for p in model.parameters()] == pointers
+            states.append(model.state_dict())
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    one, other = states
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_losses_of_earlier_steps_stay():
     graphed = Loop()
     step = graphed.graphed_step()

@@ -28,6 +28,7 @@ from torchcram.optim.checks import (
     check_rule,
     check_still_scaled,
 )
+from torchcram.optim.concurrent import SideStreamPoint
 from torchcram.optim.gradients import (
     Gradients,
     NonFiniteGuard,
@@ -129,7 +130,7 @@ class CrAM(Wrapper):
         self._sampler = OperatorSampler(choices if rule.compresses else (), mask_interval, seed)
         self._guard = NonFiniteGuard(base, self._shard_context, self._sampler.forget_all)
         self._step_state = StepState()
-        self._backup = Backup(self._shard_context)
+        self._backup: Backup | SideStreamPoint = Backup(self._shard_context)
         self._undo = UndoStack()  # leads from w~ back to w
         require_alike(self)
         mark_trained(model, self.weights)
@@ -165,6 +166,7 @@ class CrAM(Wrapper):
         at_compressed = torch.enable_grad()(compressed_closure or closure)
         self._step_state.passes, self._step_state.ready = [], False
         rng_state = self._rng_state()
+        self._backup.start_step()
         loss = closure()  # g
         for _ in self.rule.passes:
             with self.compressed() as needed:
@@ -202,8 +204,8 @@ class CrAM(Wrapper):
             self._step_state.g, self._step_state.ready = g, False
             pass_ = self._next_pass()
             self._undo.push(self._drop_copies)  # made of w~
-            self._backup.save(self._moved_by(pass_))  # w
             self._undo.push(self._backup.restore)
+            self._backup.save(self._moved_by(pass_))  # w
             if self._ascends(pass_):
                 self._ascend_(by_group, grad_scaler)  # w + rho g
             if pass_.compress:

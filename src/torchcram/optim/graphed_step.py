@@ -11,7 +11,12 @@ from torch import Tensor
 
 from torchcram.batches import check_shares, map_tensors, split_batch, split_unless_short
 from torchcram.optim.cram import CrAM
-from torchcram.optim.graphs import StepGraphs, require_capturable
+from torchcram.optim.graphs import (
+    StepGraphs,
+    concurrent_by_default,
+    require_capturable,
+    require_concurrent,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,12 +56,16 @@ class GraphedStep:
         dense_share: Share of a batch, its first samples, that the pass at w takes. A last batch
             that is too short for its shares is taken whole by all passes.
         compressed_share: Share of a batch, its last samples, that the passes at w~ take.
+        concurrent_passes: Whether captured steps run the passes at w and at w~ at the same time,
+            which is faster and keeps the activations of both in memory. The optimizer must have one
+            pass at w~ and no ascent. None does so where it is possible and the shares add up to at
+            most 1: then the activations take as much memory as those of a plain step.
 
     Raises:
         ValueError: If a share is out of range or the optimizer is not `CrAM` and a share is below
-            1, or if steps of the optimizer cannot be captured: its operator is a range, it replays
+            1, if steps of the optimizer cannot be captured: its operator is a range, it replays
             randomness, the model is wrapped by DDP or sharded, or on a GPU the base optimizer is
-            another one.
+            another one; or if its passes should run at the same time and cannot.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class GraphedStep:
         example_batch: object = None,
         dense_share: float = 1.0,
         compressed_share: float = 1.0,
+        concurrent_passes: bool | None = None,
     ) -> None:
         check_shares(dense_share, compressed_share)
         self._shares = (dense_share, compressed_share)
@@ -82,6 +92,11 @@ class GraphedStep:
         self._device = next(model.parameters()).device
         self._captures = self._device.type == "cuda"
         require_capturable(model, optimizer)
+        if concurrent_passes is None:
+            concurrent_passes = concurrent_by_default(optimizer, *self._shares)
+        elif concurrent_passes:
+            require_concurrent(optimizer)
+        self._concurrent_passes = concurrent_passes
         self._shape = None if example_batch is None else _shape_of(example_batch)
         self._graphs: StepGraphs | None = None
         self._training = model.training  # mode of the model when the graphs were captured
@@ -146,7 +161,12 @@ class GraphedStep:
             batch, lambda tensor: torch.empty_like(tensor, device=self._device)
         )
         _copy_(self._batch, batch)
-        self._graphs = StepGraphs(self._model, self._optimizer, self._step_on_copy)
+        self._graphs = StepGraphs(
+            self._model,
+            self._optimizer,
+            self._step_on_copy,
+            concurrent_passes=self._concurrent_passes,
+        )
         return self._graphs
 
     def _step_eagerly(self, batch: object, split: Callable[..., Any]) -> Tensor:
@@ -170,7 +190,7 @@ class GraphedStep:
         parts = (batch,) if self._shares == (1, 1) else split(batch, *self._shares)
         step: Callable[..., Any] = self._optimizer.step
         loss: Tensor = step(*map(self._closure_on, parts))
-        return loss.detach()
+        return loss
 
     def _closure_on(self, part: object) -> Callable[[], Tensor]:
         def closure() -> Tensor:
@@ -182,7 +202,7 @@ class GraphedStep:
                     f"parameters, got {_described(loss)}"
                 )
             loss.backward()
-            return loss
+            return loss.detach()  # the graph of this pass is not to live on in the next one
 
         return closure
 

@@ -12,18 +12,20 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from torchcram.layers import local_weights
+from torchcram.optim.concurrent import SideStreamPoint
 from torchcram.optim.cram import CrAM
 from torchcram.optim.sampler import StepPlan
-from torchcram.optim.step_state import RngState
+from torchcram.optim.step_state import Backup, RngState
 from torchcram.optim.wrapper import Wrapper
 from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
 WARM_UP = 2  # steps with each plan before its capture: the first uses set up and tune kernels
@@ -44,18 +46,31 @@ class StepGraphs:
             it. It reads its batch from tensors that keep their memory, and does not wait for the
             device. Warm-up calls it a few times more; what it changes beside the model and the
             optimizer keeps the changes of these calls.
+        concurrent_passes: Whether the passes of `optimizer.step(closure)` at w and at w~ run at the
+            same time; `why_not_concurrent` says of which optimizers they can.
 
     Raises:
-        ValueError: If steps of the optimizer cannot be captured; see `require_capturable`.
+        ValueError: If steps of the optimizer cannot be captured; see `require_capturable`. If its
+            passes cannot run at the same time, and should.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, body: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        body: Callable[[], object],
+        *,
+        concurrent_passes: bool = False,
+    ) -> None:
         require_capturable(model, optimizer)
+        if concurrent_passes:
+            require_concurrent(optimizer)
         self._optimizer = optimizer
         self._wrapper = optimizer if isinstance(optimizer, Wrapper) else None
         self._cram = cram = optimizer if isinstance(optimizer, CrAM) else None
         self._body = body
         self._device = next(model.parameters()).device
+        self._side_stream = torch.cuda.Stream(self._device) if concurrent_passes else None
         if cram is not None and cram.check_finite:
             cram._guard.count_on_device(self._device)
         self._rates = [_rate_on(self._device, group) for group in optimizer.param_groups]
@@ -135,8 +150,63 @@ class StepGraphs:
     def _run(self, plan: StepPlan) -> None:
         planned = nullcontext() if self._cram is None else self._cram._sampler.force(plan)
         captured = nullcontext() if self._wrapper is None else self._wrapper.captured()
-        with planned, captured:
+        with planned, captured, self._concurrent_passes():
             self._body()
+
+    @contextmanager
+    def _concurrent_passes(self) -> Iterator[None]:
+        """Lets both passes of a step run at the same time in a `with` block, if they are to."""
+        cram = self._cram
+        if cram is None or self._side_stream is None:
+            yield
+            return
+        with concurrent_passes(cram, self._side_stream):
+            yield
+
+
+@contextmanager
+def concurrent_passes(cram: CrAM, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Makes steps in a `with` block keep w~ in memory of its own and compute there on `stream`."""
+    backup = cram._backup
+    assert isinstance(backup, Backup)  # noqa: S101
+    cram._backup = SideStreamPoint(backup, stream)
+    try:
+        yield
+    finally:
+        cram._backup = backup
+
+
+def why_not_concurrent(optimizer: Optimizer) -> str | None:
+    """Returns why the passes of a step cannot run at the same time, or None if they can."""
+    if not isinstance(optimizer, CrAM):
+        return f"{type(optimizer).__name__} has no pass at w~"
+    if len(optimizer.rule.passes) > 1:
+        return f"the passes of {optimizer.rule.name} build on one another"
+    if any(map(optimizer._ascends, optimizer.rule.passes)):
+        return "the ascent needs the gradient at w first (set rho=0 for none)"
+    if any(isinstance(module, nn.RNNBase) for module in optimizer.model.modules()):
+        return "recurrent layers need all of their weights in one block of memory"
+    return None
+
+
+def require_concurrent(optimizer: Optimizer) -> None:
+    """Raises ValueError if the passes of a step cannot run at the same time."""
+    if (reason := why_not_concurrent(optimizer)) is not None:
+        raise ValueError(f"the passes at w and at w~ cannot run at the same time: {reason}")
+
+
+def concurrent_by_default(optimizer: Optimizer, dense: float, compressed: float) -> bool:
+    """Returns whether the passes of captured steps run at the same time unless a user decides.
+
+    They do where they can, if the parts of a batch that they see are together no larger than the
+    batch: then their activations take no more memory than those of a plain step.
+
+    Args:
+        optimizer: Optimizer that takes the steps.
+        dense: Share of a batch in the pass at w.
+        compressed: Share of a batch in the pass at w~.
+    """
+    return dense + compressed <= 1 and why_not_concurrent(optimizer) is None
 
 
 def is_capturable(optimizer: Optimizer) -> bool:

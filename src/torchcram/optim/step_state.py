@@ -73,14 +73,16 @@ class Backup:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (parameter, copy)
         self._saved: tuple[list[Tensor], list[Tensor]] = ([], [])
 
+    def start_step(self) -> None:
+        """Does nothing: the pass at w~ starts after that at w (but see `SideStreamPoint`)."""
+
     @torch.no_grad()
     def save(self, parameters: Iterable[Tensor]) -> None:
         """Copies `parameters`."""
         saved = list(parameters)
-        local = self._shard_context.local(saved)
-        copies = [self._memory(*pair) for pair in zip(saved, local, strict=True)]
+        copies = self.memory_for(saved)
         if saved:
-            torch._foreach_copy_(copies, local)
+            torch._foreach_copy_(copies, self._shard_context.local(saved))
         self._saved = (saved, copies)
 
     @torch.no_grad()
@@ -90,6 +92,11 @@ class Backup:
         if saved:
             torch._foreach_copy_(self._shard_context.local(saved), copies)
         self._saved = ([], [])
+
+    def memory_for(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Returns the memory for copies of `parameters`, of the rows on this rank."""
+        local = self._shard_context.local(parameters)
+        return [self._memory(*pair) for pair in zip(parameters, local, strict=True)]
 
     def _memory(self, parameter: Tensor, local: Tensor) -> Tensor:
         """Returns memory for a copy of `local`, the shard of a parameter on this rank."""

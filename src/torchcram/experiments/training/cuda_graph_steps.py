@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcram import CrAM
 from torchcram.experiments.training.steps import CLASSIFY, EagerStep, Objective, Step
 from torchcram.messages import warn_caller
-from torchcram.optim.graphs import StepGraphs, is_capturable
+from torchcram.optim.graphs import StepGraphs, concurrent_by_default, is_capturable
 from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -160,10 +160,13 @@ class GraphStep(EagerStep):
             self._model = torch.compile(model, dynamic=False)
         self._staged = batches
         self._graphs: dict[int, StepGraphs] = {}
+        concurrent = concurrent_by_default(optimizer, *objective.shares)
         with _tuned_convolutions() if batches.has_one_shape else nullcontext():
             # the largest shape first: the memory that it needs is enough for the others
             for key in batches.stage_each_shape():
-                self._graphs[key] = StepGraphs(model, optimizer, partial(self._step, key))
+                self._graphs[key] = StepGraphs(
+                    model, optimizer, partial(self._step, key), concurrent_passes=concurrent
+                )
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""
