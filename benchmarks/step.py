@@ -10,8 +10,9 @@ batch at the compressed point the floor is 1.5x, and 1.0x with the other half at
 Inputs are random and already on the device; on CUDA, forward runs in bfloat16 (autocast) and
 convolutions in channels_last. Where the plain step waits for the host, so does all that is done
 beside it; `--graphs` captures all steps as CUDA graphs, which leaves the work itself; `--compile`
-lets torch.compile fuse the passes, of transformers block by block. ResNet50 needs the extra
-`vision`, BERT-base the extra `text`.
+lets torch.compile fuse the passes, of transformers block by block. Captured steps of "CrAM+ 1.0x"
+run both passes at the same time, those of "CrAM+ 1.0x, sequential" one after the other. ResNet50
+needs the extra `vision`, BERT-base the extra `text`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Method:
     dense_share: float = WHOLE
     compressed_share: float = WHOLE
     check_finite: bool = True
+    concurrent_passes: bool | None = None  # of captured steps; None leaves it to GraphedStep
 
     def wrap(self, model: nn.Module, base: Optimizer) -> Optimizer:
         """The optimizer that trains `model`."""
@@ -73,6 +75,8 @@ METHODS = {
     "CrAM+": Method(CRAM_PLUS),
     "CrAM+ 1.5x": Method(CRAM_PLUS, WHOLE, HALF),
     "CrAM+ 1.0x": Method(CRAM_PLUS, HALF, HALF),
+    "CrAM+ 1.5x, concurrent": Method(CRAM_PLUS, WHOLE, HALF, concurrent_passes=True),
+    "CrAM+ 1.0x, sequential": Method(CRAM_PLUS, HALF, HALF, concurrent_passes=False),
     "CrAM+, no finite check": Method(CRAM_PLUS, check_finite=False),
 }
 
@@ -233,6 +237,7 @@ class Run:
                 self.loss_of,
                 dense_share=self.shares[0],
                 compressed_share=self.shares[1],
+                concurrent_passes=METHODS[method].concurrent_passes,
             )
             self.take = partial(graphed_step, self.batch)
 
@@ -274,14 +279,14 @@ def compile_(model: nn.Module) -> nn.Module:
     return model if repeated else torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 
-def peak_megabytes(name: str, method: str, kind: str, compiled: bool) -> float:
+def peak_megabytes(name: str, method: str, kind: str, graphs: bool, compiled: bool) -> float:
     """The peak of memory while one method trains alone."""
     device = torch.device(kind)
     if device.type == "cuda":
         gc.collect()  # what was measured before is not to count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    Run(works(device)[name], method, device, compiled=compiled).milliseconds(2)
+    Run(works(device)[name], method, device, graphs=graphs, compiled=compiled).milliseconds(2)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -303,10 +308,11 @@ def measure(
     peaks = {}
     for method in methods:
         if device.type == "cuda":
-            peaks[method] = peak_megabytes(name, method, device.type, compiled)
+            peaks[method] = peak_megabytes(name, method, device.type, graphs, compiled)
         else:  # a process of its own, so that its peak of memory is its own
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                peaks[method] = pool.apply(peak_megabytes, (name, method, device.type, compiled))
+                alone = (name, method, device.type, graphs, compiled)
+                peaks[method] = pool.apply(peak_megabytes, alone)
     runs = {
         method: Run(work, method, device, graphs=graphs, compiled=compiled) for method in methods
     }
