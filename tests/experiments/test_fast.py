@@ -2,28 +2,18 @@
 
 import pytest
 import torch
+from replayed import Replayed
 from runs import CPU, digits, recipe, run, weights
 
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, build_optimizer
 from torchcram.experiments.training import cuda_graph_steps as fast
-from torchcram.experiments.training.steps import EagerStep
-
-
-class Called:
-    def __init__(self, _model, _optimizer, step):
-        self._step = step
-
-    def __call__(self):
-        self._step()
-
-    def check(self):
-        pass
+from torchcram.experiments.training.steps import EagerStep, Objective
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("method", ["sgd", "cram-plus-multi"])
+@pytest.mark.parametrize("method", ["sgd", "cram-plus-multi", "cram-plus-multi-1x"])
 def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method, accumulation):
-    monkeypatch.setattr(fast, "StepGraphs", Called)
+    monkeypatch.setattr(fast, "StepGraphs", Replayed)
     given = recipe(f"train.accumulation={accumulation}", method=method)
     data = digits(train=128, test=10)
     found = []
@@ -31,7 +21,9 @@ def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method, accum
         model = build_initial_model(given, classes=10, seed=0).train()
         optimizer = build_optimizer(given, model, seed=0)
         batches = build_batches(given, data, train=True, device=CPU, seed=0)
-        step = kind(model, optimizer, batches, given.train, CPU)
+        shares = (1.0, 1.0) if given.cram is None else given.cram.shares
+        objective = Objective(shares=shares)
+        step = kind(model, optimizer, batches, given.train, CPU, objective=objective)
         for epoch in (0, 1):
             step.start_epoch(epoch)
             for _ in range(len(batches)):
@@ -43,7 +35,7 @@ def test_steps_and_losses_are_those_of_the_eager_path(monkeypatch, method, accum
 
 
 def test_an_average_of_the_weights_follows_captured_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(fast, "StepGraphs", Called)
+    monkeypatch.setattr(fast, "StepGraphs", Replayed)
     given, data = recipe("train.ema=0.8", epochs=1), digits(train=192, test=10)
     for kind in (EagerStep, fast.GraphStep):
         run(tmp_path / kind.__name__, given, data, make_step=kind)

@@ -5,10 +5,10 @@ import gc
 import re
 import weakref
 from collections import namedtuple
-from contextlib import nullcontext
 
 import pytest
 import torch
+from replayed import Replayed
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 from torchcram import C_SAM, CRAM_PLUS, SAM, CrAM, GraphedStep, split_batch
 from torchcram.optim import graphed_step
-from torchcram.optim.graphs import StepGraphs, _options, concurrent_passes
+from torchcram.optim.graphs import StepGraphs, _options
 
 Pair = namedtuple("Pair", "inputs labels")
 BASES = {
@@ -86,22 +86,6 @@ def assert_same_state(ours, theirs):
         assert len(left) == len(right)
         for a, b in zip(left, right, strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-class Replayed:
-    """Stands for the graphs where there is no GPU: every replay runs the body."""
-
-    made = 0
-
-    def __init__(self, model, optimizer, body, *, concurrent_passes):  # noqa: ARG002
-        type(self).made += 1
-        self._body = body
-        self._optimizer, self._concurrent = optimizer, concurrent_passes
-
-    def __call__(self):
-        apart = concurrent_passes(self._optimizer, None) if self._concurrent else nullcontext()
-        with apart:
-            self._body()
 
 
 @pytest.fixture(params=["eager", "captured"])

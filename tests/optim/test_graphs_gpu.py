@@ -256,7 +256,7 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.conv, self.norm = nn.Conv2d(4, 32, 3, padding=1), nn.BatchNorm2d(32)
         self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
         self.head = nn.Linear(32, 10)
 
@@ -269,6 +269,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("kind", ["CrAM+", "interval", "sometimes plain"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults:UserWarning")
 def test_passes_at_the_same_time_are_those_one_after_another(kind, backend):
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     try:
@@ -292,7 +293,7 @@ def test_passes_at_the_same_time_are_those_one_after_another(kind, backend):
             pointers = [p.data_ptr() for p in model.parameters()]
             for number in range(30):
                 generator = torch.Generator().manual_seed(number)
-                x = torch.randn(32, 3, 12, 12, generator=generator)
+                x = torch.randn(32, 4, 12, 12, generator=generator)
                 step((x, torch.randint(10, (32,), generator=generator)))
             step.check()
             assert [p.data_ptr() for p in model.parameters()] == pointers
@@ -415,6 +416,33 @@ def test_adapters_in_a_captured_step():
         step.check()
         models.append(model)
     assert_close(*models)
+
+
+def test_a_capture_that_fails_leaves_the_generator_in_order():
+    graphed = Loop()
+
+    def waiting(batch):
+        loss = graphed.loss_of(batch)
+        return loss if loss.item() else -loss  # the host must not wait in a capture
+
+    step = GraphedStep(graphed.model, graphed.optimizer, waiting)
+    before = [p.detach().clone() for p in graphed.model.parameters()]
+    with pytest.raises(RuntimeError):
+        step(loop_batches()[0])
+    assert torch.randn(3, device="cuda").isfinite().all()
+    after = graphed.model.parameters()
+    assert all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
+    again = Loop()
+    again.epoch(again.graphed_step())
+
+
+def test_the_streams_of_a_capture_may_be_any_of_torchs():
+    for _ in range(32):  # torch hands out the same 32 streams in turn
+        given = training("SGD", {"operators": ("global:0.5", "global:0.9")})
+        take = StepGraphs(given.model, given.optimizer, given.step, concurrent_passes=True)
+        take()
+        take.check()
+        torch.cuda.Stream()
 
 
 @pytest.mark.filterwarnings("ignore:.*debug mode is a")

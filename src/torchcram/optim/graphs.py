@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
+from torchcram.capture import captured
 from torchcram.layers import local_weights
 from torchcram.optim.concurrent import SideStreamPoint
 from torchcram.optim.cram import CrAM
@@ -70,6 +71,8 @@ class StepGraphs:
         self._cram = cram = optimizer if isinstance(optimizer, CrAM) else None
         self._body = body
         self._device = next(model.parameters()).device
+        # two streams in a row are different ones, while torch's own for captures may be any
+        self._stream = torch.cuda.Stream(self._device)
         self._side_stream = torch.cuda.Stream(self._device) if concurrent_passes else None
         if cram is not None and cram.check_finite:
             cram._guard.count_on_device(self._device)
@@ -127,14 +130,13 @@ class StepGraphs:
 
     def _warm_up(self, model: nn.Module, plans: list[StepPlan]) -> None:
         current = torch.cuda.current_stream(self._device)
-        side = torch.cuda.Stream(self._device)
         with _unchanged(model, self._optimizer, self._device):
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
                 for plan in plans:
                     for _ in range(WARM_UP):
                         self._run(plan)
-            current.wait_stream(side)
+            current.wait_stream(self._stream)
 
     def _capture(self, plan: StepPlan, pool: Any) -> torch.cuda.CUDAGraph:  # noqa: ANN401
         graph = torch.cuda.CUDAGraph()
@@ -142,15 +144,15 @@ class StepGraphs:
         with (
             _without_gc(),
             _declared_capturable(self._optimizer),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
+            captured(graph, pool=pool, stream=self._stream, error_mode="relaxed"),
         ):
             self._run(plan)
         return graph
 
     def _run(self, plan: StepPlan) -> None:
         planned = nullcontext() if self._cram is None else self._cram._sampler.force(plan)
-        captured = nullcontext() if self._wrapper is None else self._wrapper.captured()
-        with planned, captured, self._concurrent_passes():
+        unrecorded = nullcontext() if self._wrapper is None else self._wrapper.captured()
+        with planned, unrecorded, self._concurrent_passes():
             self._body()
 
     @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import command, fail, succeed
+from replayed import Replayed
 from safetensors.torch import load_file
 from tiny_language import LENGTH, RECIPE, SETTINGS, causal_folder, text_folder
 from torch.nn import functional as F  # noqa: N812
@@ -148,24 +149,11 @@ def test_stopped_and_continued_is_the_same_as_not_stopped(decoder, paragraphs, m
     assert first == second
 
 
-class Plain:
-    """Stands for graphs where there is no GPU: the body runs at once."""
-
-    def __init__(self, _model, _optimizer, body):
-        self._body = body
-
-    def __call__(self):
-        self._body()
-
-    def check(self):
-        pass
-
-
 @pytest.mark.parametrize("method", ["adamw", "cram-plus-multi-1x", "cram-plus-mixed"])
 def test_steps_can_be_captured_and_are_those_without_graphs(
     method, decoder, paragraphs, monkeypatch
 ):
-    monkeypatch.setattr(graphs, "StepGraphs", Plain)
+    monkeypatch.setattr(graphs, "StepGraphs", Replayed)
     groups = "cram.operators=[uniform:0.5, nm:2:4, int4:g16]"
     changed = [groups] if method == "cram-plus-mixed" else []
     recipe = load_recipe(RECIPE.format(method), [f"model.name={decoder}", *SETTINGS, *changed])

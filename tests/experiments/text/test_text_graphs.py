@@ -1,5 +1,6 @@
 import pytest
 import torch
+from replayed import Replayed
 from torch.optim import SGD, AdamW
 
 from torchcram import CrAM
@@ -18,22 +19,9 @@ CPU = torch.device("cpu")
 SETS = ["text.length=48", "text.stride=16", "train.batch_size=4", "optimizer.lr=0.01"]
 
 
-class Plain:
-    """Stands for graphs where there is no GPU: the body runs at once."""
-
-    def __init__(self, _model, _optimizer, body):
-        self._body = body
-
-    def __call__(self):
-        self._body()
-
-    def check(self):
-        pass
-
-
 @pytest.mark.parametrize(("method", "parts"), [("adam", 1), ("adam", 3), ("cram-plus-multi", 1)])
 def test_steps_are_those_of_a_training_without_graphs(method, parts, tiny, questions, monkeypatch):
-    monkeypatch.setattr(graphs, "StepGraphs", Plain)
+    monkeypatch.setattr(graphs, "StepGraphs", Replayed)
     recipe = load_recipe(f"squad/minilm-l6/{method}", [f"model.name={tiny}", *SETS])
     data = recipe.build_task().load(questions).in_parts(parts)
     ends = []

@@ -224,6 +224,8 @@ def wide(operator):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 class TestOnAGpu:
     @pytest.mark.parametrize("name", ["eager", "compiled", "captured", "compiled, captured"])
     @pytest.mark.parametrize(

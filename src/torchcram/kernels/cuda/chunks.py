@@ -91,6 +91,7 @@ def _flat(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
     return tuple(Layout(size) for size in sizes)
 
 
+STREAMS = 32  # number of streams that torch has for a device
 _may_pin: ContextVar[bool] = ContextVar("_may_pin", default=True)
 _captured: list[object] = []  # tables that CUDA graphs read, kept as long as there may be graphs
 
@@ -107,15 +108,20 @@ def _outside_captures(device: torch.device) -> Iterator[None]:
         return
     before = _may_pin.set(False)
     try:
-        with torch.cuda.stream(_stream(device)):
+        with torch.cuda.stream(_uncaptured_stream(device)):
             yield
     finally:
         _may_pin.reset(before)
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream that is not being captured; torch hands out the same 32 in turn."""
+    for _ in range(STREAMS):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+    raise RuntimeError("all streams are being captured: there is none to copy tables with")
 
 
 def _keep_while_captured(table: _T) -> _T:
