@@ -17,6 +17,7 @@ class Replayed:
     def __init__(self, model, optimizer, body, *, concurrent_passes=False):  # noqa: ARG002
         type(self).made += 1
         self._optimizer, self._body, self._concurrent = optimizer, body, concurrent_passes
+        self.shared_buffers = set()
 
     def __call__(self):
         apart = concurrent_passes(self._optimizer, None) if self._concurrent else nullcontext()

@@ -169,3 +169,35 @@ def test_passes_that_depend_on_one_another_are_refused():
     with pytest.raises(ValueError, match=r"cannot run at the same time: the ascent .* \(set rho=0"):
         GraphedStep(model, optimizer, loss_of, concurrent_passes=True)
     GraphedStep(model, optimizer, loss_of, dense_share=0.5, compressed_share=0.5)
+
+
+class Counting(nn.Module):
+    """Counts its calls on the device, as observers of activations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("kind", ["counting", "spectral norm", "batch norm"])
+def test_buffers_that_both_passes_change_are_named(kind):
+    torch.manual_seed(0)
+    layer = {
+        "counting": Counting,
+        "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+        "batch norm": lambda: nn.BatchNorm1d(8),
+    }[kind]()
+    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 5))
+    weights = {"0.weight": model[0].weight}
+    base = SGD(model.parameters(), lr=0.1)
+    optimizer = CrAM(model, base, "global:0.5", weights=weights)
+    batch = torch.randn(6, 8), torch.randint(5, (6,))
+    with concurrent_passes(optimizer, None) as point:
+        optimizer.step(closure_for(model, optimizer, batch))
+    named = {"counting": "1.calls", "spectral norm": "1.parametrizations.weight.0._u"}
+    assert (named[kind] in point.written) if kind in named else not point.written

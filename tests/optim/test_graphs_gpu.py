@@ -305,6 +305,38 @@ def test_passes_at_the_same_time_are_those_one_after_another(kind, backend):
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+class Counting(nn.Module):
+    """Counts its calls on the device, in a buffer that both passes of a step change."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_passes_that_change_a_buffer_run_one_after_the_other():
+    model = Counting().cuda()
+    optimizer = CrAM(model, BASES["SGD"](model.parameters()), "global:0.5")
+    shares = {"dense_share": 0.5, "compressed_share": 0.5}
+
+    def loss_of(batch):
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    step = GraphedStep(model, optimizer, loss_of, **shares)
+    for batch in loop_batches()[:4] * 5:
+        step(batch)
+    step.check()
+    assert step._graphs.shared_buffers == {"calls"}
+    assert model.calls.item() == 40
+    with pytest.raises(ValueError, match="both change the buffers calls"):
+        GraphedStep(model, optimizer, loss_of, **shares, concurrent_passes=True)(loop_batches()[0])
+    assert model.calls.item() == 40
+
+
 def test_losses_of_earlier_steps_stay():
     graphed = Loop()
     step = graphed.graphed_step()

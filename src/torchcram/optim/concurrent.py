@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -28,11 +28,21 @@ class SideStreamPoint:
     Args:
         backup: Backup of the optimizer, whose memory w~ is kept in.
         stream: Stream of the pass at w~; None runs it after the pass at w, as on a CPU.
+        buffers: Buffers of the model, by name.
+
+    Attributes:
+        written: Names of the buffers that a pass at w~ has changed. A pass at w changes them, too,
+            so that passes at the same time would race for them.
     """
 
-    def __init__(self, backup: Backup, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, backup: Backup, stream: torch.cuda.Stream | None, buffers: Mapping[str, Tensor]
+    ) -> None:
+        self.written: set[str] = set()
         self._backup = backup
         self._stream = stream
+        self._buffers = {name: b for name, b in buffers.items() if not b.is_inference()}
+        self._versions: dict[str, int] = {}  # of the buffers, before the pass at w~
         self._start: torch.cuda.Event | None = None  # where the pass at w starts
         self._joined: torch.cuda.Stream | None = None  # stream of the pass at w, during that at w~
         self._dense: list[tuple[Tensor, Tensor]] = []  # parameters, and their data at w
@@ -48,6 +58,7 @@ class SideStreamPoint:
         moved = list(parameters)
         if not moved:  # a plain step has no pass at w~
             return
+        self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
         if self._stream is not None and self._start is not None:
             self._stream.wait_event(self._start)
             self._joined = torch.cuda.current_stream(self._stream.device)
@@ -61,6 +72,8 @@ class SideStreamPoint:
     @torch.no_grad()
     def restore(self) -> None:
         """Makes parameters refer to w and goes back to the first stream, which waits for w~."""
+        before, self._versions = self._versions, {}
+        self.written |= {name for name in before if self._buffers[name]._version != before[name]}
         while self._dense:
             parameter, data = self._dense[-1]
             parameter.data = data

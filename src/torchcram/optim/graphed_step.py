@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchcram.batches import check_shares, map_tensors, split_batch, split_unless_short
+from torchcram.messages import list_names
 from torchcram.optim.cram import CrAM
 from torchcram.optim.graphs import (
     StepGraphs,
@@ -57,9 +58,11 @@ class GraphedStep:
             that is too short for its shares is taken whole by all passes.
         compressed_share: Share of a batch, its last samples, that the passes at w~ take.
         concurrent_passes: Whether captured steps run the passes at w and at w~ at the same time,
-            which is faster and keeps the activations of both in memory. The optimizer must have one
-            pass at w~ and no ascent. None does so where it is possible and the shares add up to at
-            most 1: then the activations take as much memory as those of a plain step.
+            which is faster and keeps the activations of both in memory. That takes an optimizer
+            with one pass at w~ and no ascent, and a model whose passes change no common buffer
+            (batch norm changes none at w~); nor may `loss_of` write to a tensor in both passes,
+            which is not checked. None does so where it is possible and the shares add up to at most
+            1: then the activations take as much memory as those of a plain step.
 
     Raises:
         ValueError: If a share is out of range or the optimizer is not `CrAM` and a share is below
@@ -92,6 +95,7 @@ class GraphedStep:
         self._device = next(model.parameters()).device
         self._captures = self._device.type == "cuda"
         require_capturable(model, optimizer)
+        self._require_concurrent = bool(concurrent_passes)
         if concurrent_passes is None:
             concurrent_passes = concurrent_by_default(optimizer, *self._shares)
         elif concurrent_passes:
@@ -161,13 +165,19 @@ class GraphedStep:
             batch, lambda tensor: torch.empty_like(tensor, device=self._device)
         )
         _copy_(self._batch, batch)
-        self._graphs = StepGraphs(
+        graphs = StepGraphs(
             self._model,
             self._optimizer,
             self._step_on_copy,
             concurrent_passes=self._concurrent_passes,
         )
-        return self._graphs
+        if self._require_concurrent and graphs.shared_buffers:
+            raise ValueError(
+                "the passes at w and at w~ cannot run at the same time: both change the buffers "
+                f"{list_names(sorted(graphs.shared_buffers))}"
+            )
+        self._graphs = graphs
+        return graphs
 
     def _step_eagerly(self, batch: object, split: Callable[..., Any]) -> Tensor:
         """Takes a step without a graph, possibly between captured ones."""

@@ -48,11 +48,15 @@ class StepGraphs:
             device. Warm-up calls it a few times more; what it changes beside the model and the
             optimizer keeps the changes of these calls.
         concurrent_passes: Whether the passes of `optimizer.step(closure)` at w and at w~ run at the
-            same time; `why_not_concurrent` says of which optimizers they can.
+            same time, provided that they change no common buffer of the model.
+
+    Attributes:
+        shared_buffers: Names of the buffers that both passes change, if there are any: the passes
+            run one after the other then.
 
     Raises:
-        ValueError: If steps of the optimizer cannot be captured; see `require_capturable`. If its
-            passes cannot run at the same time, and should.
+        ValueError: If steps of the optimizer cannot be captured, or if its passes are to run at the
+            same time and cannot; see `require_capturable` and `why_not_concurrent`.
     """
 
     def __init__(
@@ -78,8 +82,11 @@ class StepGraphs:
             cram._guard.count_on_device(self._device)
         self._rates = [_rate_on(self._device, group) for group in optimizer.param_groups]
         plans = [StepPlan()] if cram is None else cram._sampler.possible(cram.base_step_probability)
+        self.shared_buffers: set[str] = set()
         with torch.cuda.device(self._device):
             self._warm_up(model, plans)
+            if self.shared_buffers:
+                self._side_stream = None
             if cram is not None:
                 cram._guard.reset()  # frees pinned memory now rather than during a capture
             pool = torch.cuda.graph_pool_handle()
@@ -162,18 +169,19 @@ class StepGraphs:
         if cram is None or self._side_stream is None:
             yield
             return
-        with concurrent_passes(cram, self._side_stream):
+        with concurrent_passes(cram, self._side_stream) as point:
             yield
+        self.shared_buffers |= point.written
 
 
 @contextmanager
-def concurrent_passes(cram: CrAM, stream: torch.cuda.Stream | None) -> Iterator[None]:
+def concurrent_passes(cram: CrAM, stream: torch.cuda.Stream | None) -> Iterator[SideStreamPoint]:
     """Makes steps in a `with` block keep w~ in memory of its own and compute there on `stream`."""
     backup = cram._backup
     assert isinstance(backup, Backup)  # noqa: S101
-    cram._backup = SideStreamPoint(backup, stream)
+    cram._backup = point = SideStreamPoint(backup, stream, dict(cram.model.named_buffers()))
     try:
-        yield
+        yield point
     finally:
         cram._backup = backup
 
