@@ -169,6 +169,22 @@ def test_it_can_start_from_a_finished_run(finished):
     assert "start is " in fail("train", CRAM, "--epochs", 1, "--out", "on", *ONE)
 
 
+def test_without_epochs_it_compresses_what_it_would_start_from(finished):
+    done = succeed("train", CRAM, "--epochs", 0, *ONE, "--from", finished, "--out", "as-it-is")
+    assert "trained for 0 epochs, 0 passes" in " ".join(done.stdout.split())
+    folder = Path("as-it-is")
+    model = "model.safetensors"
+    assert (folder / model).read_bytes() == (Path(finished) / model).read_bytes()
+    before, after = (read_run(path)[1].finished for path in (Path(finished), folder))
+    assert after.accuracy == before.accuracy
+    assert read_log(folder) == []
+    assert [target.operator for target in read_result(folder / "result.json").seeds[0].targets] == [
+        "global:0.9"
+    ]
+    succeed("report", folder)
+    succeed("finetune", folder, "--at", "global:0.9", "--epochs", 1)
+
+
 def test_what_it_starts_from_has_to_be_the_same_model(finished):
     line = fail("train", "cifar10/resnet20/sgd", "--from", finished, "--set", "data.name=digits")
     assert "its model is 'convnet-digits', that of cifar10/resnet20/sgd is 'resnet20'" in line

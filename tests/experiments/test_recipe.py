@@ -643,8 +643,8 @@ def test_a_recipe_of_a_family_is_named(write):
         ValueError, match=r"other\.yaml:a: the file has no methods; allowed: .*yaml$"
     ):
         load_recipe(f"{write(f'extends: {SGD20}', 'other.yaml')}:a")
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:plain, .*train.epochs is 0"):
-        load_recipe(f"{path}:plain", ["train.epochs=0"])
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:plain, .*train.epochs is -1"):
+        load_recipe(f"{path}:plain", ["train.epochs=-1"])
 
 
 # overrides
@@ -672,7 +672,11 @@ def test_an_override_makes_a_section_that_is_not_there():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.epochs=0", "train.epochs is 0; allowed: at least 1"),
+        ("train.epochs=-1", "train.epochs is -1; allowed: at least 0"),
+        (
+            "train={epochs: 0, early_stopping: {}}",
+            "train.epochs is 0; allowed: at least 1 with train.early_stopping",
+        ),
         ("train.epochs=ten", "train.epochs is 'ten'; allowed: an integer"),
         ("train.epochs=true", "train.epochs is True; allowed: an integer"),
         ("train.epochs=4", "schedule.warmup_epochs is 5; allowed: at most train.epochs, which is"),
@@ -728,8 +732,14 @@ def test_a_bad_value_is_refused(override, message):
 
 
 def test_the_same_values_are_refused_without_a_file():
-    with pytest.raises(ValueError, match=r"^epochs is 0; allowed: at least 1$"):
-        TrainConfig(epochs=0, batch_size=1)
+    with pytest.raises(ValueError, match=r"^epochs is -1; allowed: at least 0$"):
+        TrainConfig(epochs=-1, batch_size=1)
+
+
+def test_a_method_needs_an_epoch():
+    changes = ["train.epochs=0", "schedule.warmup_epochs=0"]
+    with pytest.raises(ValueError, match="epochs is 0; allowed: at least 1, as dpf trains"):
+        load_recipe("cifar10/resnet20/dpf-k90", changes)
 
 
 @pytest.mark.parametrize("value", ['!!timestamp "x"', "!!bool maybe"])

@@ -54,9 +54,10 @@ def train(
     epochs: Annotated[
         list[int] | None,
         typer.Option(
-            min=1,
+            min=0,
             show_default="that of the recipe",
-            help="Number of epochs. Repeatable: a run for each number, called RECIPE-N-epochs.",
+            help="Number of epochs; 0 compresses the initial model. Repeatable: a run for each "
+            "number, called RECIPE-N-epochs.",
         ),
     ] = None,
     device: DeviceName = "auto",

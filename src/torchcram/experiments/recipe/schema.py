@@ -95,7 +95,7 @@ class TrainConfig:
     """Length of the training, batches and loss.
 
     Attributes:
-        epochs: Number of epochs.
+        epochs: Number of epochs; 0 compresses the model that the training would start from.
         batch_size: Number of samples in a batch, over all processes.
         precision: Precision of the passes: "fp32", or "bf16" for autocast on CUDA.
         label_smoothing: Label smoothing of the loss, from 0 to below 1.
@@ -117,7 +117,9 @@ class TrainConfig:
     ema: float | None = field(default=None, metadata=UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
-        require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        least = 0 if self.early_stopping is None else 1
+        problem = f"at least {least}" + " with train.early_stopping" * least
+        require(self.epochs >= least, "epochs", self.epochs, problem)
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
         require_one_of("precision", self.precision, PRECISIONS)
@@ -404,6 +406,8 @@ class Recipe:
         if self.method is None:
             return
         require(self.cram is None, "cram", "given", "null, as there is a section method")
+        epochs, allowed = self.train.epochs, f"at least 1, as {self.method.name} trains the model"
+        require(epochs >= 1, "train.epochs", epochs, allowed)
         stops = self.train.early_stopping is not None
         allowed = f"null, as {self.method.name} has a schedule of its own"
         require(not stops, "train.early_stopping", "given", allowed)

@@ -85,6 +85,7 @@ from torchcram.experiments.training.steps import (
     MakeStep,
     Objective,
     Shares,
+    Step,
 )
 from torchcram.experiments.training.stop_policy import EarlyStopping, StopPolicy
 from torchcram.experiments.training.weight_average import WeightAverage
@@ -546,8 +547,14 @@ class Epochs:
         objective = Objective(
             task.loss, task.class_dim, shares, trainer.teacher, task.count_targets
         )
-        self._step = make_step(
-            model, trainer.optimizer, self._batches, recipe.train, device, objective=objective
+        self._make_step = partial(
+            make_step,
+            model,
+            trainer.optimizer,
+            self._batches,
+            recipe.train,
+            device,
+            objective=objective,
         )
         operators = _operators(recipe)
         with trainer.whole_model() as whole:
@@ -558,6 +565,10 @@ class Epochs:
             copy_coverage_warning(self._model, self._average.module)
         self._progress = progress or (lambda *_: None)
         self._reported = -math.inf  # time of the last call of progress
+
+    @cached_property
+    def _step(self) -> Step:
+        return self._make_step()  # a training that is over, or has no epochs, captures nothing
 
     def run(self, epoch: int, *, test: bool) -> EpochRecord:
         """Trains for one epoch.
