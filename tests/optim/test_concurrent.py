@@ -2,16 +2,27 @@
 
 import copy
 import io
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from nets import ConvNet, closure_for
+from replayed import FakeEvent, FakeStream, apart, fake_streams
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
 from torchcram import C_SAM, CRAM, CRAM_PLUS, SAM, TOPK, TOPK_PLUS, CrAM, GraphedStep
-from torchcram.optim.graphs import concurrent_by_default, concurrent_passes, why_not_concurrent
+from torchcram.optim.concurrent import (
+    BufferWatch,
+    SideStreamPoint,
+    backup_of,
+    default_concurrency,
+    kept_by,
+    why_not_concurrent,
+)
+from torchcram.optim.graphs import StepGraphs, _streams
 
 INDEPENDENT = [CRAM, CRAM_PLUS, TOPK, TOPK_PLUS]
 OPERATORS = ["global:0.5", "uniform:0.75", "nm:2:4", "int4", "global:0.5+int8"]
@@ -65,7 +76,7 @@ def test_steps_are_the_same_bit_for_bit(make, rule, base, options):
     model, optimizer, closure = build(make, rule, base, **options)
     expected, other, other_closure = build(make, rule, base, **options)
     for _ in range(12):
-        with concurrent_passes(optimizer, None):
+        with apart(optimizer):
             loss = optimizer.step(closure)
         assert torch.equal(loss, other.step(other_closure))
     assert_same(model, expected)
@@ -86,7 +97,7 @@ def test_w_stays_in_its_memory_and_is_not_written_at_w_tilde():
         assert model.conv1.bias.data_ptr() in pointers  # is not compressed
         return closure()
 
-    with concurrent_passes(optimizer, None):
+    with apart(optimizer):
         optimizer.step(closure, at_compressed)
     assert seen
     assert [p.data_ptr() for p in model.parameters()] == pointers
@@ -105,7 +116,7 @@ def test_an_error_in_a_pass_leaves_w_where_it_was(fails_at):
             raise KeyboardInterrupt
         return closure()
 
-    with pytest.raises(KeyboardInterrupt), concurrent_passes(optimizer, None):
+    with pytest.raises(KeyboardInterrupt), apart(optimizer):
         optimizer.step(failing)
     assert [p.data_ptr() for p in model.parameters()] == pointers
     for name, p in model.named_parameters():
@@ -117,14 +128,14 @@ def test_no_more_memory_than_steps_one_after_another():
     _, optimizer, closure = build(convolutions)
     optimizer.step(closure)
     held = {id(copy) for _, copy in optimizer._backup._copies.values()}
-    with concurrent_passes(optimizer, None):
+    with apart(optimizer):
         optimizer.step(closure)
     assert {id(copy) for _, copy in optimizer._backup._copies.values()} == held
 
 
 def test_a_checkpoint_between_steps_of_both_kinds():
     model, optimizer, closure = build(convolutions, mask_interval=2)
-    with concurrent_passes(optimizer, None):
+    with apart(optimizer):
         for _ in range(3):
             optimizer.step(closure)
     file = io.BytesIO()
@@ -135,7 +146,7 @@ def test_a_checkpoint_between_steps_of_both_kinds():
         part.load_state_dict(state)
     for _ in range(4):
         optimizer.step(closure)
-        with concurrent_passes(other, None):
+        with apart(other):
             other.step(other_closure)
     assert_same(model, again)
 
@@ -144,19 +155,39 @@ def test_which_passes_can_run_at_the_same_time():
     model = nn.Linear(4, 4)
     base = SGD(model.parameters(), lr=0.1)
     for rule in INDEPENDENT:
-        optimizer = CrAM(model, base, "global:0.5", rule=rule)
-        assert why_not_concurrent(optimizer) is None
-        assert concurrent_by_default(optimizer, 0.5, 0.5)
-        assert not concurrent_by_default(optimizer, 1.0, 0.5)
+        assert why_not_concurrent(CrAM(model, base, "global:0.5", rule=rule)) is None
     assert "SGD has no pass" in why_not_concurrent(base)
     assert "ascent" in why_not_concurrent(CrAM(model, base, (), rule=SAM))
     assert "build on one another" in why_not_concurrent(CrAM(model, base, "int4", rule=C_SAM))
     assert "ascent" in why_not_concurrent(CrAM(model, base, "int4", rho=0.1))
     groups = [{"params": model.parameters(), "rho": 0.1}]
     assert "ascent" in why_not_concurrent(CrAM(model, SGD(groups, lr=0.1), "int4"))
-    model = nn.Sequential(nn.LSTM(4, 4))
-    base = SGD(model.parameters(), lr=0.1)
-    assert "one block of memory" in why_not_concurrent(CrAM(model, base, "int4"))
+
+
+def test_by_default_where_activations_are_no_more_than_those_of_a_plain_step():
+    assert default_concurrency(0.5, 0.5) is None
+    assert default_concurrency(0.7, 0.3) is None
+    assert default_concurrency(0.5, 0.25) is None
+    assert default_concurrency(1.0, 0.5) is False
+    assert default_concurrency(1.0, 1.0) is False
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_weights_that_share_memory_with_another_tensor_are_named(kind):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    if kind == "parameter":  # two parameters, one storage, as in flattened recurrent layers
+        model[1].weight.data = model[0].weight.data
+    else:
+        model[1].register_buffer("first_rows", model[0].weight.detach()[:2])
+    optimizer = CrAM(model, SGD(model.parameters(), lr=0.1), "global:0.5")
+    reason = why_not_concurrent(optimizer)
+    assert "share memory with its weights" in reason
+    assert reason.endswith(": 0.weight, 1.weight" if kind == "parameter" else ": 0.weight")
+
+
+def test_tied_weights_may_be_moved_together():
+    _, optimizer, _ = build(attention)
+    assert why_not_concurrent(optimizer) is None
 
 
 def test_passes_that_depend_on_one_another_are_refused():
@@ -172,7 +203,7 @@ def test_passes_that_depend_on_one_another_are_refused():
 
 
 class Counting(nn.Module):
-    """Counts its calls on the device, as observers of activations do."""
+    """Counts its calls on the device."""
 
     def __init__(self):
         super().__init__()
@@ -184,20 +215,218 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", ["counting", "spectral norm", "batch norm"])
-def test_buffers_that_both_passes_change_are_named(kind):
+class Codebook(nn.Module):
+    """Averages its inputs past autograd, which does not count such writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+
+class Renormalizing(nn.BatchNorm1d):
+    """Reads its running mean in training, also at w~, where it does not change."""
+
+    def forward(self, x):
+        return super().forward(x) + self.running_mean.detach()
+
+
+def fused_observer():
+    from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
+
+    return FusedMovingAvgObsFakeQuantize()
+
+
+WATCHED = {
+    "counting": (Counting, {"1.calls"}),
+    "codebook": (Codebook, {"1.mean"}),
+    "renormalizing": (
+        lambda: Renormalizing(8),
+        {"1.running_mean", "1.running_var", "1.num_batches_tracked"},
+    ),
+    "observer": (fused_observer, {"1.activation_post_process.min_val", "1.scale"}),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+        {"1.parametrizations.weight.0._u"},
+    ),
+    "batch norm": (lambda: nn.BatchNorm1d(8), set()),
+    "dropout": (nn.Dropout, set()),
+}
+
+
+def watched(kind):
     torch.manual_seed(0)
-    layer = {
-        "counting": Counting,
-        "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-        "batch norm": lambda: nn.BatchNorm1d(8),
-    }[kind]()
-    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 5))
-    weights = {"0.weight": model[0].weight}
-    base = SGD(model.parameters(), lr=0.1)
-    optimizer = CrAM(model, base, "global:0.5", weights=weights)
+    layer, found = WATCHED[kind]
+    model = nn.Sequential(nn.Linear(8, 8), layer(), nn.Linear(8, 5))
+    base = SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = CrAM(model, base, "global:0.5", weights={"0.weight": model[0].weight})
     batch = torch.randn(6, 8), torch.randint(5, (6,))
-    with concurrent_passes(optimizer, None) as point:
+    return model, optimizer, batch, found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
+@pytest.mark.parametrize("kind", WATCHED)
+def test_buffers_that_passes_would_race_for_are_named(kind):
+    model, optimizer, batch, found = watched(kind)
+    watch = BufferWatch(backup_of(optimizer), (model,))
+    with kept_by(optimizer, watch):
         optimizer.step(closure_for(model, optimizer, batch))
-    named = {"counting": "1.calls", "spectral norm": "1.parametrizations.weight.0._u"}
-    assert (named[kind] in point.written) if kind in named else not point.written
+    assert (found <= watch.changed) if found else not watch.changed
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The first stream, current, and the one beside it."""
+    return fake_streams(monkeypatch), FakeStream(torch.device("cpu"))
+
+
+def test_the_second_stream_starts_with_the_step_and_is_waited_for(streams):
+    first, side = streams
+    _, optimizer, closure = build(convolutions)
+    seen = []
+
+    def watched_closure():
+        seen.append(torch.cuda.current_stream())
+        return closure()
+
+    with kept_by(optimizer, SideStreamPoint(backup_of(optimizer), side)):
+        optimizer.step(watched_closure)
+    assert seen == [first, side]
+    assert [type(each) for each in side.waited] == [FakeEvent]
+    assert first.waited == [side]
+    assert torch.cuda.current_stream() is first
+
+
+@pytest.mark.parametrize("at", ["pass", "join"])
+def test_an_error_in_a_capture_brings_the_first_stream_and_w_back(streams, at):
+    first, side = streams
+    model, optimizer, closure = build(convolutions)
+    before = copy.deepcopy(model.state_dict())
+    calls = []
+
+    def failing():
+        calls.append(True)
+        if len(calls) == 2:
+            first.fails = at == "join"  # as all calls do in a capture that was invalidated
+            raise KeyboardInterrupt
+        return closure()
+
+    expected = RuntimeError if at == "join" else KeyboardInterrupt
+    with (
+        pytest.raises(expected),
+        kept_by(optimizer, SideStreamPoint(backup_of(optimizer), side)),
+    ):
+        optimizer.step(failing)
+    assert torch.cuda.current_stream() is first
+    first.fails = False
+    optimizer.state_dict()  # puts back what the error has left
+    assert torch.cuda.current_stream() is first
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+    optimizer.step(closure)
+
+
+def test_the_copy_has_the_strides_of_the_weight():
+    model, optimizer, closure = build(convolutions)
+    optimizer.step(closure)
+    model.to(memory_format=torch.channels_last)
+    strides = []
+    with apart(optimizer):
+        optimizer.step(closure, lambda: strides.append(model.conv1.weight.stride()) or closure())
+    assert strides == [model.conv1.weight.stride()]
+
+
+def test_autocast_and_dropout():
+    def make():
+        layers = nn.Linear(8, 32), nn.Dropout(0.5), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 5)
+        return nn.Sequential(*layers), (torch.randn(6, 8), torch.randint(5, (6,)))
+
+    states = []
+    for context in (apart, lambda _: nullcontext()):
+        model, optimizer, closure = build(make, base=AdamW)
+        torch.manual_seed(1)
+        for _ in range(6):
+            with context(optimizer), torch.autocast("cpu", torch.bfloat16):
+                optimizer.step(closure)
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value)
+
+
+class Uncaptured(StepGraphs):
+    """Steps whose graphs run the body on the CPU; all that the host does is that of a GPU."""
+
+    def _capture(self, plan, pool):  # noqa: ARG002
+        return SimpleNamespace(replay=lambda: self._run(plan))
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    _streams.cache_clear()
+    yield fake_streams(monkeypatch)
+    _streams.cache_clear()
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+@pytest.mark.parametrize("kind", ["batch norm", "counting"])
+def test_whole_steps_decide_in_their_warm_up(fake_cuda, kind, asked):
+    model, optimizer, batch, changing = watched(kind)
+    before = copy.deepcopy(model.state_dict())
+    closure, seen = closure_for(model, optimizer, batch), []
+
+    def watched_closure():
+        seen.append(torch.cuda.current_stream())
+        return closure()
+
+    def make():
+        return Uncaptured(
+            model, optimizer, lambda: optimizer.step(watched_closure), concurrent_passes=asked
+        )
+
+    if changing and asked:
+        with pytest.raises(ValueError, match=r"they change buffers of the model: 1\.calls"):
+            make()
+    else:
+        take = make()
+        assert take.concurrent_passes is (not changing and asked is not False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.cuda.current_stream() is fake_cuda
+    if changing and asked:
+        return
+    first, side = _streams(torch.device("cpu"))
+    both = {first, side} if take.concurrent_passes else {first}
+    assert set(seen) == both
+    assert side is not first
+    assert fake_cuda.waited == [first]  # the warm-up has ended before the model is put back
+    _, other, _, _ = watched(kind)
+    theirs = closure_for(other.model, other, batch)
+    for _ in range(4):
+        take()
+        other.step(theirs)
+    take.check()
+    assert_same(model, other.model)
+
+
+def test_an_error_in_the_warm_up_is_waited_for_and_leaves_the_model(fake_cuda):
+    model, optimizer, batch, _ = watched("batch norm")
+    before = copy.deepcopy(model.state_dict())
+    closure, calls = closure_for(model, optimizer, batch), []
+
+    def failing():
+        calls.append(True)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return closure()
+
+    with pytest.raises(KeyboardInterrupt):
+        Uncaptured(model, optimizer, lambda: optimizer.step(failing), concurrent_passes=True)
+    assert fake_cuda.waited == [_streams(torch.device("cpu"))[0]]
+    assert torch.cuda.current_stream() is fake_cuda
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name

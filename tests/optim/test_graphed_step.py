@@ -231,6 +231,34 @@ def test_another_mode_than_that_of_the_capture_is_refused(path):  # noqa: ARG001
     step(batches()[1])
 
 
+@pytest.mark.parametrize("path", ["captured"], indirect=True)
+def test_concurrent_passes_that_change_a_buffer_are_refused(path):  # noqa: ARG001
+    model, optimizer = training()
+    model.register_buffer("calls", torch.zeros(()))
+
+    def loss_of(batch):
+        model.calls += 1
+        return cross_entropy(model(batch[0]), batch[1])
+
+    step = GraphedStep(model, optimizer, loss_of, concurrent_passes=True)
+    with pytest.raises(ValueError, match="they change buffers of the model: calls"):
+        step(batches()[0])
+
+
+def test_by_default_an_ascent_that_comes_later_is_no_error(path):  # noqa: ARG001
+    model, optimizer = training()
+    for group in optimizer.param_groups:
+        group["rho"] = 0.0
+    step = GraphedStep(model, optimizer, loss_on(model), dense_share=0.5, compressed_share=0.5)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["rho"] = 0.05
+    optimizer.load_state_dict(state)
+    for batch in batches():
+        step(batch)
+    step.check()
+
+
 def test_the_optimizer_does_not_keep_a_step_alive():
     model, optimizer = training()
     step = weakref.ref(GraphedStep(model, optimizer, loss_on(model)))

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 from nets import RULES, closure_for, same, snapshot
+from replayed import apart
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -45,7 +46,7 @@ def build(rule=CRAM_PLUS, **options):
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
     base = SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = torch.randn(5, 8), torch.randint(4, (5,))
-    optimizer = CrAM(model, base, ["global:0.5"], rule=rule, rho=0.1, **options)
+    optimizer = CrAM(model, base, ["global:0.5"], rule=rule, **{"rho": 0.1, **options})
     return model, optimizer, closure_for(model, optimizer, batch)
 
 
@@ -90,6 +91,20 @@ def test_a_fault_at_every_operation(rule):
             watched.optimizer.step(watched.closure)
         reached = mode.count >= number
         watched.check()
+        number += 1
+    assert number > 40
+
+
+def test_a_fault_at_every_operation_with_the_point_in_memory_of_its_own():
+    number, reached = 0, True
+    watched = Watched(CRAM_PLUS, rho=0.0, mask_interval=3)
+    pointers = [p.data_ptr() for p in watched.model.parameters()]
+    while reached:
+        with suppress(FaultError), apart(watched.optimizer), FaultAt(number) as mode:
+            watched.optimizer.step(watched.closure)
+        reached = mode.count >= number
+        watched.check()
+        assert [p.data_ptr() for p in watched.model.parameters()] == pointers
         number += 1
     assert number > 40
 

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from torchcram.batches import check_shares, map_tensors, split_batch, split_unless_short
-from torchcram.messages import list_names
+from torchcram.optim.concurrent import default_concurrency, require_concurrent
 from torchcram.optim.cram import CrAM
-from torchcram.optim.graphs import (
-    StepGraphs,
-    concurrent_by_default,
-    require_capturable,
-    require_concurrent,
-)
+from torchcram.optim.graphs import StepGraphs, require_capturable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,12 +52,12 @@ class GraphedStep:
         dense_share: Share of a batch, its first samples, that the pass at w takes. A last batch
             that is too short for its shares is taken whole by all passes.
         compressed_share: Share of a batch, its last samples, that the passes at w~ take.
-        concurrent_passes: Whether captured steps run the passes at w and at w~ at the same time,
-            which is faster and keeps the activations of both in memory. That takes an optimizer
-            with one pass at w~ and no ascent, and a model whose passes change no common buffer
-            (batch norm changes none at w~); nor may `loss_of` write to a tensor in both passes,
-            which is not checked. None does so where it is possible and the shares add up to at most
-            1: then the activations take as much memory as those of a plain step.
+        concurrent_passes: Whether captured steps run the passes at w and at w~ at the same time, on
+            two streams. That is faster, but the activations of both are in memory. It needs one
+            pass at w~ without an ascent, and a model that changes no buffers except those of batch
+            norm; with True, anything else is an error. `loss_of` must not write to a tensor that
+            the other pass reads or writes, which is not checked. None does so if it is possible and
+            the shares add up to at most 1.
 
     Raises:
         ValueError: If a share is out of range or the optimizer is not `CrAM` and a share is below
@@ -95,11 +90,10 @@ class GraphedStep:
         self._device = next(model.parameters()).device
         self._captures = self._device.type == "cuda"
         require_capturable(model, optimizer)
-        self._require_concurrent = bool(concurrent_passes)
-        if concurrent_passes is None:
-            concurrent_passes = concurrent_by_default(optimizer, *self._shares)
-        elif concurrent_passes:
+        if concurrent_passes:
             require_concurrent(optimizer)
+        if concurrent_passes is None:
+            concurrent_passes = default_concurrency(*self._shares)
         self._concurrent_passes = concurrent_passes
         self._shape = None if example_batch is None else _shape_of(example_batch)
         self._graphs: StepGraphs | None = None
@@ -165,19 +159,13 @@ class GraphedStep:
             batch, lambda tensor: torch.empty_like(tensor, device=self._device)
         )
         _copy_(self._batch, batch)
-        graphs = StepGraphs(
+        self._graphs = StepGraphs(
             self._model,
             self._optimizer,
             self._step_on_copy,
             concurrent_passes=self._concurrent_passes,
         )
-        if self._require_concurrent and graphs.shared_buffers:
-            raise ValueError(
-                "the passes at w and at w~ cannot run at the same time: both change the buffers "
-                f"{list_names(sorted(graphs.shared_buffers))}"
-            )
-        self._graphs = graphs
-        return graphs
+        return self._graphs
 
     def _step_eagerly(self, batch: object, split: Callable[..., Any]) -> Tensor:
         """Takes a step without a graph, possibly between captured ones."""

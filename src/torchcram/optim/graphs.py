@@ -6,27 +6,35 @@ runs from beginning to end on the device.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
-from torchcram.capture import captured
+from torchcram.capture import capturing
 from torchcram.layers import local_weights
-from torchcram.optim.concurrent import SideStreamPoint
+from torchcram.optim.concurrent import (
+    BufferWatch,
+    SideStreamPoint,
+    backup_of,
+    kept_by,
+    require_concurrent,
+    require_separate,
+    why_not_concurrent,
+)
 from torchcram.optim.cram import CrAM
 from torchcram.optim.sampler import StepPlan
-from torchcram.optim.step_state import Backup, RngState
+from torchcram.optim.step_state import RngState
 from torchcram.optim.wrapper import Wrapper
 from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 WARM_UP = 2  # steps with each plan before its capture: the first uses set up and tune kernels
@@ -48,15 +56,15 @@ class StepGraphs:
             device. Warm-up calls it a few times more; what it changes beside the model and the
             optimizer keeps the changes of these calls.
         concurrent_passes: Whether the passes of `optimizer.step(closure)` at w and at w~ run at the
-            same time, provided that they change no common buffer of the model.
+            same time; None runs them so if they can.
 
     Attributes:
-        shared_buffers: Names of the buffers that both passes change, if there are any: the passes
-            run one after the other then.
+        concurrent_passes: Whether the passes run at the same time.
 
     Raises:
-        ValueError: If steps of the optimizer cannot be captured, or if its passes are to run at the
-            same time and cannot; see `require_capturable` and `why_not_concurrent`.
+        ValueError: If steps of the optimizer cannot be captured (see `require_capturable`), or if
+            `concurrent_passes` is True and its passes cannot run at the same time: they depend on
+            one another, or change buffers of the model.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class StepGraphs:
         optimizer: Optimizer,
         body: Callable[[], object],
         *,
-        concurrent_passes: bool = False,
+        concurrent_passes: bool | None = False,
     ) -> None:
         require_capturable(model, optimizer)
         if concurrent_passes:
@@ -75,18 +83,21 @@ class StepGraphs:
         self._cram = cram = optimizer if isinstance(optimizer, CrAM) else None
         self._body = body
         self._device = next(model.parameters()).device
-        # two streams in a row are different ones, while torch's own for captures may be any
-        self._stream = torch.cuda.Stream(self._device)
-        self._side_stream = torch.cuda.Stream(self._device) if concurrent_passes else None
+        self._stream, self._side_stream = _streams(self._device)
+        self.concurrent_passes = False
         if cram is not None and cram.check_finite:
             cram._guard.count_on_device(self._device)
         self._rates = [_rate_on(self._device, group) for group in optimizer.param_groups]
         plans = [StepPlan()] if cram is None else cram._sampler.possible(cram.base_step_probability)
-        self.shared_buffers: set[str] = set()
         with torch.cuda.device(self._device):
-            self._warm_up(model, plans)
-            if self.shared_buffers:
-                self._side_stream = None
+            with _unchanged(model, optimizer, self._device), self._on_stream_of_captures():
+                if concurrent_passes is not False and why_not_concurrent(optimizer) is None:
+                    changed = self._watch_buffers(model, plans[0])
+                    if concurrent_passes:
+                        require_separate(changed)
+                    self.concurrent_passes = not changed
+                for plan in plans * WARM_UP:
+                    self._run(plan)
             if cram is not None:
                 cram._guard.reset()  # frees pinned memory now rather than during a capture
             pool = torch.cuda.graph_pool_handle()
@@ -135,15 +146,24 @@ class StepGraphs:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
 
-    def _warm_up(self, model: nn.Module, plans: list[StepPlan]) -> None:
+    @contextmanager
+    def _on_stream_of_captures(self) -> Iterator[None]:
+        """Runs a `with` block on the stream that steps are captured on."""
         current = torch.cuda.current_stream(self._device)
-        with _unchanged(model, self._optimizer, self._device):
-            self._stream.wait_stream(current)
+        self._stream.wait_stream(current)
+        try:
             with torch.cuda.stream(self._stream):
-                for plan in plans:
-                    for _ in range(WARM_UP):
-                        self._run(plan)
+                yield
+        finally:
             current.wait_stream(self._stream)
+
+    def _watch_buffers(self, model: nn.Module, plan: StepPlan) -> set[str]:
+        """Takes a step; returns the buffers that concurrent passes would race for."""
+        assert self._cram is not None  # noqa: S101
+        watch = BufferWatch(backup_of(self._cram), (model, self._cram.model))
+        with kept_by(self._cram, watch):
+            self._run(plan)
+        return watch.changed
 
     def _capture(self, plan: StepPlan, pool: Any) -> torch.cuda.CUDAGraph:  # noqa: ANN401
         graph = torch.cuda.CUDAGraph()
@@ -151,7 +171,7 @@ class StepGraphs:
         with (
             _without_gc(),
             _declared_capturable(self._optimizer),
-            captured(graph, pool=pool, stream=self._stream, error_mode="relaxed"),
+            capturing(graph, pool=pool, stream=self._stream, error_mode="relaxed"),
         ):
             self._run(plan)
         return graph
@@ -159,64 +179,27 @@ class StepGraphs:
     def _run(self, plan: StepPlan) -> None:
         planned = nullcontext() if self._cram is None else self._cram._sampler.force(plan)
         unrecorded = nullcontext() if self._wrapper is None else self._wrapper.captured()
-        with planned, unrecorded, self._concurrent_passes():
+        with planned, unrecorded, self._concurrently():
             self._body()
 
-    @contextmanager
-    def _concurrent_passes(self) -> Iterator[None]:
+    def _concurrently(self) -> AbstractContextManager[None]:
         """Lets both passes of a step run at the same time in a `with` block, if they are to."""
-        cram = self._cram
-        if cram is None or self._side_stream is None:
-            yield
-            return
-        with concurrent_passes(cram, self._side_stream) as point:
-            yield
-        self.shared_buffers |= point.written
+        if self._cram is None or not self.concurrent_passes:
+            return nullcontext()
+        point = SideStreamPoint(backup_of(self._cram), self._side_stream)
+        return kept_by(self._cram, point)
 
 
-@contextmanager
-def concurrent_passes(cram: CrAM, stream: torch.cuda.Stream | None) -> Iterator[SideStreamPoint]:
-    """Makes steps in a `with` block keep w~ in memory of its own and compute there on `stream`."""
-    backup = cram._backup
-    assert isinstance(backup, Backup)  # noqa: S101
-    cram._backup = point = SideStreamPoint(backup, stream, dict(cram.model.named_buffers()))
-    try:
-        yield point
-    finally:
-        cram._backup = backup
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Returns the stream that steps are captured on, and another one for passes beside it.
 
-
-def why_not_concurrent(optimizer: Optimizer) -> str | None:
-    """Returns why the passes of a step cannot run at the same time, or None if they can."""
-    if not isinstance(optimizer, CrAM):
-        return f"{type(optimizer).__name__} has no pass at w~"
-    if len(optimizer.rule.passes) > 1:
-        return f"the passes of {optimizer.rule.name} build on one another"
-    if any(map(optimizer._ascends, optimizer.rule.passes)):
-        return "the ascent needs the gradient at w first (set rho=0 for none)"
-    if any(isinstance(module, nn.RNNBase) for module in optimizer.model.modules()):
-        return "recurrent layers need all of their weights in one block of memory"
-    return None
-
-
-def require_concurrent(optimizer: Optimizer) -> None:
-    """Raises ValueError if the passes of a step cannot run at the same time."""
-    if (reason := why_not_concurrent(optimizer)) is not None:
-        raise ValueError(f"the passes at w and at w~ cannot run at the same time: {reason}")
-
-
-def concurrent_by_default(optimizer: Optimizer, dense: float, compressed: float) -> bool:
-    """Returns whether the passes of captured steps run at the same time unless a user decides.
-
-    They do where they can, if the parts of a batch that they see are together no larger than the
-    batch: then their activations take no more memory than those of a plain step.
-
-    Args:
-        optimizer: Optimizer that takes the steps.
-        dense: Share of a batch in the pass at w.
-        compressed: Share of a batch in the pass at w~.
+    The same for all steps on a device: libraries keep memory for every stream that they have seen.
     """
-    return dense + compressed <= 1 and why_not_concurrent(optimizer) is None
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    while streams[0] == streams[1]:  # torch hands out the same streams again and again
+        streams[1] = torch.cuda.Stream(device)
+    return streams[0], streams[1]
 
 
 def is_capturable(optimizer: Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -65,6 +65,19 @@ class UndoStack:
             self._calls.pop()
 
 
+class PointKeeper(Protocol):
+    """Keeps w while the weights are at w~."""
+
+    def start_step(self) -> None:
+        """Is called before the pass at w."""
+
+    def save(self, parameters: Iterable[Tensor]) -> None:
+        """Is called before `parameters` are moved to w~, in place."""
+
+    def restore(self) -> None:
+        """Makes the parameters w again, bit for bit; calling it again changes nothing."""
+
+
 class Backup:
     """Copies of parameters, in memory that is allocated once and reused at every step."""
 
@@ -74,7 +87,7 @@ class Backup:
         self._saved: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def start_step(self) -> None:
-        """Does nothing: the pass at w~ starts after that at w (but see `SideStreamPoint`)."""
+        """Does nothing."""
 
     @torch.no_grad()
     def save(self, parameters: Iterable[Tensor]) -> None:
@@ -108,7 +121,7 @@ class Backup:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.get_device(), tensor.shape
+    return tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride()
 
 
 class RngState:

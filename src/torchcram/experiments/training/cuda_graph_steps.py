@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcram import CrAM
 from torchcram.experiments.training.steps import CLASSIFY, EagerStep, Objective, Step
 from torchcram.messages import warn_caller
-from torchcram.optim.graphs import StepGraphs, concurrent_by_default, is_capturable
+from torchcram.optim.concurrent import default_concurrency
+from torchcram.optim.graphs import StepGraphs, is_capturable
 from torchcram.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class GraphStep(EagerStep):
             self._model = torch.compile(model, dynamic=False)
         self._staged = batches
         self._graphs: dict[int, StepGraphs] = {}
-        concurrent = concurrent_by_default(optimizer, *objective.shares)
+        concurrent = default_concurrency(*objective.shares)
         with _tuned_convolutions() if batches.has_one_shape else nullcontext():
             # the largest shape first: the memory that it needs is enough for the others
             for key in batches.stage_each_shape():

@@ -91,7 +91,8 @@ def _flat(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
     return tuple(Layout(size) for size in sizes)
 
 
-STREAMS = 32  # number of streams that torch has for a device
+STREAMS = 32  # number of streams of a device; torch hands out the same ones in turn
+_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 _may_pin: ContextVar[bool] = ContextVar("_may_pin", default=True)
 _captured: list[object] = []  # tables that CUDA graphs read, kept as long as there may be graphs
 
@@ -115,12 +116,13 @@ def _outside_captures(device: torch.device) -> Iterator[None]:
 
 
 def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream that is not being captured; torch hands out the same 32 in turn."""
+    """Returns the stream that copies tables; another one if that is being captured."""
     for _ in range(STREAMS):
-        stream = torch.cuda.Stream(device)
+        stream = _copy_streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.stream(stream):
             if not torch.cuda.is_current_stream_capturing():
                 return stream
+        del _copy_streams[device]
     raise RuntimeError("all streams are being captured: there is none to copy tables with")
 
 

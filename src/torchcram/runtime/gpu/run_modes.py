@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchcram.capture import captured
+from torchcram.capture import capturing
 from torchcram.runtime.outputs import output_error
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class CapturedModel(SpecializedModel):
         source = model if compiled is None else compiled
         _require_plain(warm_up(source, self._example))
         self._graph = torch.cuda.CUDAGraph()
-        with captured(self._graph):
+        with capturing(self._graph):
             self._outputs = source(*self._example)
 
     def run(self, inputs: tuple[Tensor, ...]) -> object:

@@ -8,7 +8,9 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -57,12 +59,22 @@ def read_folder(root: Path) -> EncodedDataset:
 
 
 def read_archives(name: str, archives: Sequence[Path]) -> EncodedDataset:
-    """Reads the encoded images of all archives into memory; nothing is unpacked to the disk."""
+    """Reads the encoded images of all archives into memory; nothing is unpacked to the disk.
+
+    A thread reads each archive: most of the time goes into decompression.
+    """
     splits: dict[str, Split] = {}
-    seen: set[str] = set()
-    for archive in archives:
-        with _damage_named(archive):
-            _read_archive(name, archive, splits, seen)
+    seen: set[PurePosixPath] = set()
+    with ThreadPoolExecutor(min(len(archives), os.cpu_count() or 1)) as pool:
+        for entries in pool.map(partial(_read_archive, name), archives):
+            for path, image in entries:
+                images = splits.setdefault(path.parts[1], {}).setdefault(path.parts[2], [])
+                if image is None:
+                    continue
+                if path in seen:
+                    raise ValueError(f"{image.name} is there twice")
+                seen.add(path)
+                images.append(image)
     return _assembled(name, ", ".join(map(str, archives)), splits)
 
 
@@ -110,31 +122,30 @@ def _damage_named(archive: Path) -> Iterator[None]:
         raise ValueError(f"{archive} is damaged or no archive: {error}") from error
 
 
-def _read_archive(name: str, archive: Path, splits: dict[str, Split], seen: set[str]) -> None:
+def _read_archive(name: str, archive: Path) -> list[tuple[PurePosixPath, ArchiveMember | None]]:
+    """Returns the images of an archive by their paths, and its class folders without an image."""
+    entries: list[tuple[PurePosixPath, ArchiveMember | None]] = []
     # tarfile's own decompression takes a truncated file for a complete one
-    with lzma.open(archive) as stream:
+    with _damage_named(archive), lzma.open(archive) as stream:
         with tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
-                parts = PurePosixPath(member.name).parts
-                if len(parts) < 3 or parts[0] != name or parts[1] not in (TRAIN, *TESTS):
+                path = PurePosixPath(member.name)
+                if len(path.parts) < 3 or path.parts[0] != name:
+                    continue
+                if path.parts[1] not in (TRAIN, *TESTS) or not _shown(path.parts[2]):
                     continue
                 if member.isdir():
-                    if len(parts) == 3 and _shown(parts[2]):
-                        splits.setdefault(parts[1], {}).setdefault(parts[2], [])
-                    continue
-                if len(parts) == 3 or not _shown(parts[2]) or not _is_image(parts[-1]):
-                    continue
-                where = f"{archive}: {member.name}"
-                content = tar.extractfile(member) if member.isfile() else None
-                if content is None:
-                    raise ValueError(f"{where} is not a plain file")
-                if str(PurePosixPath(member.name)) in seen:
-                    raise ValueError(f"{where} is there twice")
-                seen.add(str(PurePosixPath(member.name)))
-                split = splits.setdefault(parts[1], {})
-                split.setdefault(parts[2], []).append(ArchiveMember(where, content.read()))
+                    if len(path.parts) == 3:
+                        entries.append((path, None))
+                elif len(path.parts) > 3 and _is_image(path.name):
+                    where = f"{archive}: {member.name}"
+                    content = tar.extractfile(member) if member.isfile() else None
+                    if content is None:
+                        raise ValueError(f"{where} is not a plain file")
+                    entries.append((path, ArchiveMember(where, content.read())))
         while stream.read(1 << 20):  # the checksum comes last
             pass
+    return entries
 
 
 def _assembled(name: str, where: str, splits: Mapping[str, Split]) -> EncodedDataset:
