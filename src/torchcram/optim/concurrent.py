@@ -148,11 +148,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(tensor: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same bits; of sparse ones, only the version tells."""
-    if one.layout != torch.strided:
+    if tensor.layout != torch.strided:
         return True
-    return one.shape == other.shape and bool(torch.equal(_bytes(one), _bytes(other)))
+    return tensor.shape == other.shape and bool(torch.equal(_bytes(tensor), _bytes(other)))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
