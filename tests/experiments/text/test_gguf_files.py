@@ -68,6 +68,15 @@ def export(run, paragraphs, *words):
     succeed("export", run, "--format", "gguf", "--data", paragraphs, "--out", "files", *words)
 
 
+@pytest.mark.parametrize("size", [0, 3, 20, 200, 0.5, -1])
+def test_a_truncated_file_is_called_so(size, source):
+    content = source.read_bytes()
+    Path("short.gguf").write_bytes(content[: int(size * len(content)) if size == 0.5 else size])
+    message = r"short.gguf' cannot be loaded .*: the file is truncated, damaged or no GGUF file \(."
+    with pytest.raises(ValueError, match=message):
+        read("short.gguf")
+
+
 @pytest.mark.parametrize(
     ("target", "kind", "near"),
     [

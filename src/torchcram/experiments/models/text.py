@@ -268,9 +268,23 @@ def named_errors(name: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files raise many kinds of errors
-        raise ValueError(
-            f"model {name!r} cannot be loaded with {what}: {reason_of(error)}"
-        ) from error
+        reason = reason_of(error)
+        if _is_damaged_gguf(find_model(name)):
+            reason = f"the file is truncated, damaged or no GGUF file ({reason})"
+        raise ValueError(f"model {name!r} cannot be loaded with {what}: {reason}") from error
+
+
+def _is_damaged_gguf(source: str) -> bool:
+    """Returns whether a source is a GGUF file whose description does not fit its contents."""
+    if not source.endswith(GGUF):
+        return False
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(source)
+    except Exception:  # noqa: BLE001  whatever the bytes make it raise
+        return True
+    return False
 
 
 @contextmanager
