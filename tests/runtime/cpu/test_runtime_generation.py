@@ -11,7 +11,7 @@ from torch import nn
 
 from torchcram import compress_
 from torchcram.kernels.cpu.library import LEVELS, level, use_level
-from torchcram.runtime import available, prepare_generation, report
+from torchcram.runtime import available, prepare, prepare_generation, report
 from torchcram.runtime.cpu.generation import (
     prepare_prompts,
     round_for_generation,
@@ -265,6 +265,23 @@ def test_copies_and_pickles_generate_the_same():
     buffer.seek(0)
     for other in (copy.deepcopy(fast), torch.load(buffer, weights_only=False)):
         assert torch.equal(generated(other, prompt()), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Transformers, about names of files
+def test_a_prepared_model_is_not_saved_as_another_one(tmp_path):
+    model = language_model()
+    compress_(model, "uniform:0.9")
+    example = {"input_ids": prompt(1, 32)}
+    for fast in (prepare_generation(model), prepare(model), prepare(model, example)):
+        if fast.state_dict().keys() == model.state_dict().keys():
+            continue  # all layers stay dense
+        with pytest.raises(RuntimeError, match="Save the model that it was prepared from"):
+            fast.save_pretrained(tmp_path / "prepared")
+        with pytest.raises(RuntimeError, match="Save the model that it was prepared from"):
+            copy.deepcopy(fast).save_pretrained(tmp_path / "prepared")
+        assert not (tmp_path / "prepared").exists()
+    model.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model").exists()
 
 
 def test_the_model_itself_stays_unchanged():

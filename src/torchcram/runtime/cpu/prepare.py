@@ -36,6 +36,7 @@ from torchcram.runtime.cpu.replace_layers import (
     time_models,
 )
 from torchcram.runtime.outputs import output_error, outputs_close
+from torchcram.runtime.saving import refuse_saving_
 from torchcram.weights import layer_weights
 
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
@@ -82,11 +83,14 @@ def prepare(
         ]
         return with_report(fast, [*choices, *others])
     if example_inputs is None:
-        return with_report(fast, [*replace_layers_(fast, int8=int8), *others])
+        choices = replace_layers_(fast, int8=int8)
+        refuse_saving_(fast, model)
+        return with_report(fast, [*choices, *others])
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
     if isinstance(fast, BatchSplitter):
         others = [replace(choice, name=f"model.{choice.name}") for choice in others]
+    refuse_saving_(fast, model)
     return with_report(fast, [*report(fast), *others])
 
 

@@ -26,6 +26,7 @@ from torchcram.runtime.gpu.layers import (
 from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode
 from torchcram.runtime.integers import find_integers
 from torchcram.runtime.outputs import tensor_error
+from torchcram.runtime.saving import refuse_saving_
 from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ def prepare_gpu(
         layer = model.get_submodule(name.rpartition(".")[0])  # such as attention or an LSTM
         choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
     if not compile_model:
-        return Prepared(_with_layers(twin, replaced), tuple(choices))
+        fast = _with_layers(twin, replaced)
+        refuse_saving_(fast, model)
+        return Prepared(fast, tuple(choices))
     shared = {id(each): each for each in (*twin.parameters(), *twin.buffers())}  # no second copy
     models = {"": _with_layers(copy.deepcopy(twin, shared), replaced)} if replaced else {}
     models[DENSE if replaced else ""] = twin
