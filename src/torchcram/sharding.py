@@ -139,6 +139,11 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     )
 
 
+def has_shards(model: nn.Module) -> bool:
+    """Returns whether the parameters of a model are sharded, also while FSDP has gathered them."""
+    return bool(fsdp_modules(model)) or any(map(is_sharded, model.parameters()))
+
+
 def reshard(modules: Sequence[Any]) -> None:
     """Drops the gathered copies of parameters, so that the next forward gathers them anew."""
     for module in modules:

@@ -156,6 +156,36 @@ def test_one_process_and_replicas_share_checkpoints_with_shards(folder, tmp_path
         assert_close(folder / "alone" / "c-sam", path)
 
 
+class Flat(nn.Sequential):
+    """A net without numbered blocks, which is sharded as a whole."""
+
+    def __init__(self, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, classes))
+
+
+FLAT = recipe("compress.watch=null", epochs=2)
+
+
+def train_flat(rank, folder):
+    ranks, kept = Ranks(rank, RANKS, rank, RANKS), []
+    with small(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models._MODELS, "flat", Flat)
+        chosen = replace(FLAT, model=replace(FLAT.model, name="flat"))
+        options = {"ranks": ranks, "sharded": True, "make_step": seeing(kept)}
+        run(folder / "two", chosen, digits(train=128, test=40), **options)
+    assert type(kept[0]).__name__ == "FSDPFlat"  # and nothing is wrapped around it
+
+
+def test_a_net_without_blocks_trains_as_in_one_process(tmp_path, monkeypatch):
+    assert run_ranks(RANKS, train_flat, tmp_path) == RANKS
+    monkeypatch.setitem(models._MODELS, "flat", Flat)
+    chosen = replace(FLAT, model=replace(FLAT.model, name="flat"))
+    run(tmp_path / "one", chosen, digits(train=128, test=40))
+    assert_close(tmp_path / "one", tmp_path / "two")
+    for ours, theirs in zip(*(read_log(tmp_path / name) for name in ("one", "two")), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+
+
 def test_blocks_are_the_modules_of_the_outermost_lists():
     net = Stacked(10)
     assert list(numbered_blocks(net)) == list(net.blocks)

@@ -31,7 +31,7 @@ from torchcram.optim.cram import CrAM
 from torchcram.optim.sampler import StepPlan
 from torchcram.optim.step_state import RngState
 from torchcram.optim.wrapper import Wrapper
-from torchcram.sharding import is_sharded
+from torchcram.sharding import has_shards
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -219,7 +219,7 @@ def require_capturable(model: nn.Module, optimizer: Optimizer) -> None:
     A model on another device is checked for what does not depend on the device, so that a program
     fails before it comes to a GPU.
     """
-    if isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters())):
+    if isinstance(model, DistributedDataParallel) or has_shards(model):
         raise ValueError("a step over several processes (DDP, FSDP) cannot be captured")
     if isinstance(optimizer, CrAM):
         _require_same_steps(optimizer)

@@ -16,7 +16,7 @@ from torchcram.experiments.training.steps import CLASSIFY, EagerStep, Objective,
 from torchcram.messages import warn_caller
 from torchcram.optim.concurrent import default_concurrency
 from torchcram.optim.graphs import StepGraphs, is_capturable
-from torchcram.sharding import is_sharded
+from torchcram.sharding import has_shards
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,7 +102,7 @@ def make_step(
         compiled: Whether torch.compile fuses the passes before they are captured, which takes about
             a minute. Batches of several shapes are not compiled.
     """
-    several = isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters()))
+    several = isinstance(model, DistributedDataParallel) or has_shards(model)
     if (
         device.type == "cuda"
         and not several

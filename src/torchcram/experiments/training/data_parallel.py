@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchcram.experiments.seeds import mixed
-from torchcram.sharding import is_sharded
+from torchcram.sharding import has_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def data_parallel(
         ranks: Processes that train together.
         batch_size: Number of samples in the whole batch; shards may differ in size.
     """
-    if ranks.world_size == 1 or any(map(is_sharded, model.parameters())):
+    if ranks.world_size == 1 or has_shards(model):
         return model  # FSDP averages by itself
     kind = nn.parallel.DistributedDataParallel
     sync_buffers = "forward_sync_buffers"  # its name in later versions of torch
