@@ -1,8 +1,10 @@
 import pytest
 import torch
 from nets import OPERATORS, ConvNet, SequenceNet, same, snapshot
+from torch import nn
 
 from torchcram import (
+    CrAM,
     GlobalTopK,
     Operator,
     compress,
@@ -90,3 +92,37 @@ def test_operators_of_others_need_no_decoration():
     before = model.fc.weight.detach().clone()
     assert compress_(model, Halve()) is None
     assert torch.equal(model.fc.weight, before * 0.5)
+
+
+def test_no_weights_at_all_are_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="weights is empty: there is nothing to compress"):
+        compress(model, "global:0.5", weights={})
+    with pytest.raises(ValueError, match="weights is empty"):
+        CrAM(model, torch.optim.SGD(model.parameters(), lr=0.1), "global:0.5", weights={})
+
+
+def test_an_average_is_compressed_where_the_model_was_trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    for trained in (model, torch.compile(model, backend="eager")):
+        names = [name for name, _ in trained.named_parameters()]
+        weights = {names[0]: dict(trained.named_parameters())[names[0]]}
+        optimizer = CrAM(trained, base, "global:0.5", weights=weights)
+        small = optimizer.compress("global:0.5", average.module)
+        assert small is not average.module
+        assert (small[0].weight == 0).float().mean() == 0.5
+        assert (small[1].weight != 0).all()
+    with pytest.raises(
+        ValueError, match=r"^.*0\.weight: trained for compression, but no parameter"
+    ):
+        optimizer.compress("global:0.5", nn.Linear(8, 8))
+
+
+def test_a_layer_that_was_replaced_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = CrAM(model, torch.optim.SGD(model.parameters(), lr=0.1), "global:0.5")
+    model[1] = nn.Linear(8, 2)
+    with pytest.raises(ValueError, match=r"^1\.weight: trained .*a layer that was replaced needs"):
+        optimizer.compress("global:0.5")

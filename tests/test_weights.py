@@ -130,3 +130,14 @@ def test_masks_zero_without_a_trace_and_come_back_from_zeros():
     assert sparsity({"w": weight}) == 0.75
     with pytest.raises(ValueError, match="no weights at all"):
         sparsity({})
+
+
+def test_a_pattern_may_skip_what_is_dense_already():
+    model = nn.Module()
+    model.embedding, model.layer, model.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+    model.head.weight = model.embedding.weight  # a tied head has the name of the embedding
+    assert list(compressible_weights(model, skip="head|classifier")) == ["layer.weight"]
+    with pytest.raises(ValueError, match="skip='classifier' matches no compressible weight"):
+        compressible_weights(model, skip="classifier")
+    with pytest.raises(ValueError, match="only='head' matches no compressible weight"):
+        compressible_weights(model, only="head")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchcram.operators import Operator, as_operator
+from torchcram.operators.base import require_shard_support
 from torchcram.sharding import fsdp_modules
 from torchcram.trained import copy_marks, warn_of_untrained
 from torchcram.weights import copy_coverage_warning, weights_in
@@ -31,12 +32,15 @@ def compress_(
         weights: Weights to compress; by default all `compressible_weights(model)`.
 
     Raises:
-        ValueError: If the operator is a range of sparsities, which only training can use.
+        ValueError: If the operator is a range of sparsities, which only training can use, or if it
+            does not support the shards of the model.
     """
     operator = as_operator(operator)
     if operator.is_range:
         raise ValueError(f"{operator} is a range to train over; to compress, give one sparsity")
     chosen = weights_in(model, weights)
+    if chosen.sharded:
+        require_shard_support([operator])
     warn_of_untrained(chosen)
     masks = operator.compress_(chosen.local())
     torch.clear_autocast_cache()  # it may hold copies of the weights

@@ -91,7 +91,8 @@ def compressible_weights(
         dense_ends: Whether to leave out the first and the last compressible layer of the model.
 
     Raises:
-        ValueError: If a pattern matches no name, or no weight is left.
+        ValueError: If `only` matches no compressible weight, `skip` no parameter, or if no weight
+            is left.
     """
     weights = layer_weights(model)
     if not weights:
@@ -101,8 +102,11 @@ def compressible_weights(
     for option, pattern in (("only", only), ("skip", skip)):
         if pattern is None:
             continue
-        matching = {name for name in names if _pattern(option, pattern).search(name)}
-        if not matching:
+        found = _pattern(option, pattern)
+        matching = {name for name in names if found.search(name)}
+        everything = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        dense_already = option == "skip" and any(map(found.search, everything))
+        if not matching and not dense_already:
             raise ValueError(
                 f"{option}={pattern!r} matches no compressible weight out of: {list_names(names)}"
             )
@@ -121,10 +125,12 @@ def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
     """Returns `weights` with their layouts; None stands for all compressible weights.
 
     Raises:
-        ValueError: If a weight is not the parameter of `model` with its name.
+        ValueError: If there are no weights, or one is not the parameter of `model` with its name.
     """
     if weights is None:
         return compressible_weights(model)
+    if not weights:
+        raise ValueError("weights is empty: there is nothing to compress")
     known = layer_weights(model)
     parameters = dict(model.named_parameters())
     for name, weight in weights.items():

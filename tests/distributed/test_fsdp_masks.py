@@ -14,7 +14,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, AdamW
 
 from torchcram import (
+    Chain,
     CrAM,
+    Quantize,
+    Sparsifier,
     compress,
     compress_,
     compressible_weights,
@@ -161,10 +164,34 @@ def _refused():
     CrAM(model, SGD(model.parameters(), lr=0.1), "global:0.5")
 
 
+class Rows(Sparsifier):
+    """Keeps the larger half of the rows that it sees."""
+
+    def select(self, scores):
+        return {
+            name: (score.norm(dim=1) >= score.norm(dim=1).median()).view(-1, 1).expand_as(score)
+            for name, score in scores.items()
+        }
+
+    def __str__(self):
+        return "rows"
+
+
+def _operators_of_others():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    fully_shard(model)
+    for operator in (Rows(), Chain(Rows(), Quantize(8))):
+        with pytest.raises(ValueError, match=r"^rows.* does not say that it works on weights that"):
+            CrAM(model, SGD(model.parameters(), lr=0.1), operator)
+        with pytest.raises(ValueError, match="each rank would select among its own rows"):
+            compress_(model, operator)
+
+
 def _two(rank):
     warnings.simplefilter("ignore")
     _every_operator()
     _direct(rank)
+    _operators_of_others()
 
 
 def test_two_ranks():

@@ -10,7 +10,7 @@ from torchcram import compressible_weights, sparsity
 from torchcram.baselines.registry import METHODS
 from torchcram.experiments.evaluation.compressed_models import score_model
 from torchcram.experiments.recipe import Recipe
-from torchcram.experiments.recipe.build import build_batches
+from torchcram.experiments.recipe.build import build_batches, build_initial_model, target_weights
 from torchcram.experiments.recipe.methods import read_time
 from torchcram.experiments.recipe.overrides import finetune_recipe
 from torchcram.report.markdown_tables import markdown_table
@@ -72,6 +72,17 @@ def test_the_score_is_that_of_the_pruned_model(tmp_path, data):
     batches = build_batches(given, data, train=False, device=CPU, seed=0)
     score = score_model(trained.model, given, data, batches, device=CPU)
     assert trained.finished.accuracy == score.value
+
+
+def test_targets_are_compressed_where_the_method_pruned():
+    model = build_initial_model(recipe(method="sgd"), classes=10, seed=0)
+    everything = list(compressible_weights(model))
+    section = {"name": "dpf", "target": "global:0.9", "args": ARGS["dpf"], "dense_ends": True}
+    given = Recipe.from_dict(plain(method=section))
+    assert list(target_weights(given, model)) == everything[1:-1]
+    other = replace(given, compress=replace(given.compress, only="."))
+    assert list(target_weights(other, model)) == everything
+    assert list(target_weights(recipe("cram.dense_ends=true"), model)) == everything
 
 
 def test_batches_are_built_once(tmp_path, data, monkeypatch):

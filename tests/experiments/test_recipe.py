@@ -749,3 +749,15 @@ def test_a_value_that_is_not_what_its_tag_says_is_named_with_file_and_line(tmp_p
     with pytest.raises(ValueError, match=r"mine\.yaml\", line 3, column 11") as caught:
         load_recipe(path)
     assert str(caught.value).startswith(f"{path} is not YAML: ")
+
+
+def test_the_folder_of_a_language_model_is_relative_to_the_recipe(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub" / "mine.yaml"
+    path.write_text("extends: sst2/minilm-l6/adam\nmodel: {name: ./tiny}\n")
+    assert load_recipe(path).model.name == str(tmp_path / "sub" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(path, ["model.name=../other.gguf"]).model.name == str(
+        tmp_path.parent / "other.gguf"
+    )
+    assert load_recipe("sst2/minilm-l6/adam").model.name == "minilm-l6"

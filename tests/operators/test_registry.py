@@ -37,6 +37,18 @@ class Half(Sparsifier):
         return "half" if self.step == 2 else f"half:{self.step}"
 
 
+def test_an_operator_that_draws_stands_for_a_range():
+    class Drawing(Half):
+        def draw(self, generator):
+            return Half(2 + int(torch.randint(3, (), generator=generator)))
+
+    assert Drawing().is_range
+    assert not Half().is_range
+    assert not Quantize(4).is_range
+    assert parse_operator("global:0.3-0.9").is_range
+    assert not parse_operator("global:0.3").is_range
+
+
 def test_a_decorated_class_is_read_by_its_name():
     assert register("half")(Half) is Half
     assert parse_operator("half:3") == Half(3)

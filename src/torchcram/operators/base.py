@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from torchcram.weights import apply_masks_
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torchcram.weights import Masks, Weights
 
 
@@ -19,7 +21,13 @@ class Operator(ABC):
     Operators are values (frozen dataclasses): comparable, hashable and without state;
     `str(operator)` identifies them, also in checkpoints. An operator receives all compressible
     weights at once, so that ranking over the whole model needs no special case.
+
+    Attributes:
+        supports_shards: Whether it computes the same over weights of which every rank holds some
+            rows (FSDP2) as over whole ones. Operators that do not are refused there.
     """
+
+    supports_shards: ClassVar[bool] = False
 
     @abstractmethod
     def compress_(self, weights: Weights) -> Masks | None:
@@ -45,8 +53,8 @@ class Operator(ABC):
 
     @property
     def is_range(self) -> bool:
-        """Whether it stands for a range of operators to train over."""
-        return False
+        """Whether it stands for a range of operators to train over: those with a `draw` do."""
+        return type(self).draw is not Operator.draw
 
     def draw(self, generator: torch.Generator) -> Operator:  # noqa: ARG002
         """Returns the operator of one step: itself, unless it stands for a range of operators."""
@@ -70,3 +78,13 @@ class Sparsifier(Operator):
     def recompress_(self, weights: Weights, masks: Masks) -> None:
         """Zeroes the weights that `masks` do not keep."""
         apply_masks_(weights, masks)
+
+
+def require_shard_support(operators: Iterable[Operator]) -> None:
+    """Raises ValueError if an operator computes something else over shards of weights."""
+    for operator in operators:
+        if not all(part.supports_shards for part in operator.parts):
+            raise ValueError(
+                f"{operator} does not say that it works on weights that FSDP has sharded: each "
+                "rank would select among its own rows (see Operator.supports_shards)"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -33,6 +33,8 @@ class NM(Sparsifier):
         keep: Number of weights to keep in every group.
         group: Number of consecutive weights in a group.
     """
+
+    supports_shards: ClassVar[bool] = True
 
     keep: int
     group: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -33,6 +33,8 @@ class Quantize(Operator):
         bits: Number of bits, 2 to 8.
         group_size: Number of inputs that share a scale; None for one scale per output channel.
     """
+
+    supports_shards: ClassVar[bool] = True
 
     bits: int
     group_size: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -39,6 +39,8 @@ class _TopK(Sparsifier):
     Attributes:
         sparsity: Fraction of weights to zero, in [0, 1); or (low, high), a range to train over.
     """
+
+    supports_shards: ClassVar[bool] = True
 
     sparsity: float | tuple[float, float]
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torchcram.batchnorm import FrozenStatistics
 from torchcram.compress import compress
 from torchcram.layers import LayerWeights, Masks, Weights, local_weights
+from torchcram.messages import list_names
 from torchcram.operators import Operator, as_operator
+from torchcram.operators.base import require_shard_support
 from torchcram.optim import gradients
 from torchcram.optim.checks import (
     PLAIN_STEP,
@@ -54,8 +56,8 @@ class CrAM(Wrapper):
 
     The passes may see the same batch, so that a step costs two, or different parts of it
     (`split_batch`): with a half each a step costs as much as a plain one, with the whole batch at w
-    and a half at w~ one and a half times as much. Take halves where there are epochs enough, as for
-    images trained from scratch, and the whole batch where every sample counts, as in fine-tuning.
+    and a half at w~ one and a half times as much. Take halves for training from scratch of the
+    usual length, and the whole batch for fine-tuning and where much more can be spent.
 
     Args:
         model: Model to train.
@@ -82,7 +84,8 @@ class CrAM(Wrapper):
         check_finite: Whether to raise FloatingPointError instead of stepping when a gradient is NaN
             or infinite. The host waits for the device to find out, except with a fused base
             optimizer on CUDA: that one skips the step on the device, and the next step raises the
-            error. With a GradScaler, the scaler decides instead. Plain steps are not checked.
+            error. With a GradScaler, the scaler decides instead. Plain steps by
+            `allow_plain_steps` are not checked.
         allow_plain_steps: Whether a `step()` without a compressed pass before it is a plain step of
             `base`. By default it is an error: otherwise a loop that was not adapted to CrAM would
             train without it unnoticed.
@@ -112,6 +115,8 @@ class CrAM(Wrapper):
         choices = tuple(as_operator(operator) for operator in listed)
         check_arguments(model, base, choices, rule, rho, mask_interval, base_step_probability)
         self._shard_context = ShardContext(model)
+        if self._shard_context.sharded:
+            require_shard_support(choices)
         super().__init__(base)
         self.model = model
         self.weights = self._select_weights(weights) if rule.compresses else LayerWeights({})
@@ -181,10 +186,10 @@ class CrAM(Wrapper):
     def compressed(self, *, grad_scaler: GradScaler | None = None) -> Iterator[bool]:
         """Moves the weights to w~ for a `with` block; after it they are w and `.grad` holds g~.
 
-        On entry `.grad` must hold g. Inside, run backward on the same data, in as many
-        micro-batches as g was made of; running statistics do not change. Whatever happens inside, w
-        comes back bit for bit; after an exception `.grad` is g. Enter the block once per pass of
-        the rule: twice for C-SAM, once for all others.
+        On entry `.grad` must hold g. Inside, run backward on the data of the pass at w~, which may
+        be other data than that of g, in any number of micro-batches; running statistics do not
+        change. Whatever happens inside, w comes back bit for bit; after an exception `.grad` is g.
+        Enter the block once per pass of the rule: twice for C-SAM, once for all others.
 
         Args:
             grad_scaler: Scaler that scaled the losses, if any. g~ stays scaled for its `step`,
@@ -360,7 +365,7 @@ class CrAM(Wrapper):
         if not self._step_state.plan.plain and all(p.grad is None for p in self._parameters()):
             raise RuntimeError("there is no gradient at the compressed point: run backward inside")
 
-    def compress(self, operator: Operator | str) -> nn.Module:
+    def compress(self, operator: Operator | str, model: nn.Module | None = None) -> nn.Module:
         """Returns a copy of the model with the weights compressed that were trained for it.
 
         The same as `compress(model, operator, weights=optimizer.weights)`. If the model is wrapped
@@ -368,11 +373,24 @@ class CrAM(Wrapper):
 
         Args:
             operator: Operator, or its text, such as "global:0.9".
+            model: Model of the same architecture to compress instead of the one that is trained,
+                such as an average of its weights.
+
+        Raises:
+            ValueError: If a weight that was trained is not a parameter of the model.
         """
         self.restore()
-        model = unwrapped(self.model)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        weights = {names[id(weight)]: weight for weight in self.weights.values()}
+        trained = unwrapped(self.model)
+        model = trained if model is None else unwrapped(model)
+        plain = {id(parameter): name for name, parameter in trained.named_parameters()}
+        chosen = {name: plain.get(id(weight)) for name, weight in self.weights.items()}
+        parameters = dict(model.named_parameters())
+        if missing := [name for name, own in chosen.items() if own not in parameters]:
+            raise ValueError(
+                f"{list_names(missing)}: trained for compression, but no parameter of this "
+                f"{type(model).__name__}; a layer that was replaced needs a new CrAM"
+            )
+        weights = {name: parameters[name] for name in chosen.values() if name is not None}
         return compress(model, operator, weights=weights)
 
     @property

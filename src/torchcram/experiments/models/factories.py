@@ -27,6 +27,7 @@ from torch import nn
 from torchcram.experiments.io.dataclass_io import did_you_mean
 
 TIMM = "timm/"
+RELATIVE = ("./", "../", "~/")  # beginnings of paths of files and folders
 FORMS = (f"{TIMM}NAME", "package.module:factory", "./file.py:factory")
 _IDENTIFIER = r"[^\W\d]\w*"
 _FILE = re.compile(rf"(.+\.py):({_IDENTIFIER})")
@@ -44,14 +45,16 @@ def takes_args(name: str) -> bool:
 
 
 def with_absolute_path(name: str, folder: str | Path = "") -> str:
-    """Returns a model name in which the path of a file, if there is one, is absolute.
+    """Returns a model name in which the path of a file or folder, if there is one, is absolute.
 
     Args:
         name: Name of a model.
         folder: Folder that a relative path starts from; by default the working folder.
     """
     if (match := _FILE.fullmatch(name)) is None:
-        return name
+        if not name.startswith(RELATIVE):
+            return name
+        return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))  # noqa: PTH100, PTH111, PTH118
     path = os.path.join(folder, os.path.expanduser(match[1]))  # noqa: PTH111, PTH118
     return f"{os.path.abspath(path)}:{match[2]}"  # noqa: PTH100  links stay as they are
 

@@ -163,6 +163,8 @@ def find_model(name: str) -> str:
     path = Path(name).expanduser()
     if path.suffix == GGUF and path.is_file():
         return str(path)
+    if not path.exists():
+        raise ValueError(f"model {name!r}: there is no {path}")
     if not (path / "config.json").is_file():
         raise ValueError(
             f"model {name!r}: {path} is not the folder of a model: there is no config.json"

@@ -154,8 +154,14 @@ def cram_weights(recipe: Recipe, model: nn.Module) -> Weights:
 
 
 def target_weights(recipe: Recipe, model: nn.Module) -> Weights:
-    """Returns the weights that are compressed after training."""
+    """Returns the weights that are compressed after training.
+
+    A model that a method has trained sparse is compressed where the method pruned it, unless the
+    section compress says otherwise.
+    """
     compress = recipe.compress
+    if recipe.method is not None and compress.only is None and not compress.dense_ends:
+        return cram_weights(recipe, model)
     only = compress.only or recipe.build_task().compressed_by_default
     return compressible_weights(model, only=only, dense_ends=compress.dense_ends)
 

@@ -40,14 +40,20 @@ class LoraCrAM(CrAM):
             wrapped by DDP with find_unused_parameters=True.
     """
 
-    def compress(self, operator: Operator | str) -> nn.Module:
+    def compress(self, operator: Operator | str, model: nn.Module | None = None) -> nn.Module:
         """Returns a copy of the model with its adapters merged and the trained weights compressed.
 
         The same as `merge_sparse(model, operator, weights=optimizer.weights)`.
 
         Args:
             operator: Operator, or its text, such as "global:0.9".
+            model: None; the average of adapters is not that of the weights they are merged into.
+
+        Raises:
+            ValueError: If there is a `model`.
         """
+        if model is not None:
+            raise ValueError("LoraCrAM compresses the model that it trains, not another one")
         self.restore()
         return merge_sparse(self.model, operator, weights=self.weights)
 
