@@ -57,6 +57,7 @@ MOST_UNCOVERED = 0.1
 """Share of parameters that cannot be compressed above which a warning names them."""
 
 _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+PREPARED = "_torchcram_prepared"  # attribute of models whose layers a runtime has replaced
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.[a-zA-Z_]\w*)*$")  # experts.0 has layers of its own
 _DENSE_MODULES = re.compile(r"(?:Embeddings?|Norm(?:\dd)?)$")  # by the names of their classes
 _DENSE_PARAMETERS = re.compile(
@@ -140,7 +141,17 @@ def weights_in(model: nn.Module, weights: Weights | None) -> LayerWeights:
 
 
 def layer_weights(model: nn.Module) -> LayerWeights:
-    """Returns all compressible weights of `model`, without a warning; there may be none."""
+    """Returns all compressible weights of `model`, without a warning; there may be none.
+
+    Raises:
+        ValueError: If a weight has no shape yet, or if layers of the model were replaced by those
+            of a runtime, whose weights are packed.
+    """
+    if getattr(model, PREPARED, False):
+        raise ValueError(
+            f"this {type(model).__name__} was prepared to run fast, and its weights are packed: "
+            "use the model that it was prepared from"
+        )
     reshard(fsdp_modules(model))  # gathered copies are not parameters
     weights = find_layer_weights(model)
     for name, weight in weights.items():

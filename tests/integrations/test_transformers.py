@@ -451,3 +451,10 @@ def test_the_stock_trainer_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="CrAMTrainer in place of the Trainer"):
         stock.train()
     assert same(snapshot(model), before)
+
+
+def test_a_function_that_returns_no_cram_is_refused(tmp_path):
+    fit = trainer(tmp_path, classifier(), sentences())
+    fit._cram = lambda _model, _base: None
+    with pytest.raises(TypeError, match="a function that returns a CrAM, got NoneType"):
+        fit.train()

@@ -74,7 +74,12 @@ class CrAMTrainer(Trainer):  # type: ignore[misc]
         super().create_optimizer(*args, **kwargs)
         if _cram_in(self.optimizer) is None:
             self._require_whole_parameters()
-            self.optimizer = self._cram(self.model, self.optimizer)
+            wrapped = self._cram(self.model, self.optimizer)
+            if not isinstance(wrapped, CrAM):
+                raise TypeError(
+                    f"cram must be a function that returns a CrAM, got {type(wrapped).__name__}"
+                )
+            self.optimizer = wrapped
         self._require_all_used()
         self._micro, self._compared = [], False
         return self.optimizer  # type: ignore[no-any-return]

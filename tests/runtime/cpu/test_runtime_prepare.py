@@ -1,5 +1,6 @@
 """prepare(): which layers are replaced, and why others are not."""
 
+import copy
 import importlib
 import warnings
 
@@ -10,7 +11,7 @@ from sparse_cases import relative_error, sparse_model
 from torch import nn
 
 import torchcram
-from torchcram import runtime
+from torchcram import CrAM, artifact, compress, compress_, runtime
 from torchcram.kernels.cpu import library
 from torchcram.runtime import prepare
 from torchcram.runtime.cpu import replace_layers
@@ -358,3 +359,22 @@ def test_the_shortcut_of_torch_stays_where_no_layer_is_sparse(monkeypatch):
     x = torch.randn(2, 5, 16)
     expected = nn.Sequential(dense, sparse).eval()(x)
     assert relative_error(fast(x), expected) < 1e-5
+
+
+@needs_kernels
+def test_a_prepared_model_is_refused_where_its_weights_are_needed(tmp_path):
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 36, 64))
+    compress_(model, "uniform:0.95")
+    x = torch.randn(4, 8, 8, 8)
+    for fast in (prepare(model), prepare(model, x), copy.deepcopy(prepare(model))):
+        if fast.state_dict().keys() == model.state_dict().keys():
+            continue  # all layers stay dense
+        base = torch.optim.SGD(fast.parameters(), lr=0.1)
+        for use in (
+            lambda fast=fast: compress(fast, "global:0.5"),
+            lambda fast=fast: artifact.save(fast, tmp_path / "file.safetensors"),
+            lambda fast=fast, base=base: CrAM(fast, base, "global:0.5"),
+        ):
+            with pytest.raises(ValueError, match="use the model that it was prepared from"):
+                use()
+    assert not any(tmp_path.iterdir())

@@ -20,7 +20,7 @@ from torchcram.runtime.cpu.prepare import prepare, report, with_report
 from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.row_matrix import RoundedLinear
-from torchcram.runtime.saving import refuse_saving_
+from torchcram.runtime.marking import mark_prepared_
 
 
 def prepare_generation(
@@ -92,7 +92,7 @@ def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype
     fast._modules = dict(prepared._modules)
     fast.model = GeneratingDecoder(prepared.model, source.model, dtype)
     fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
-    refuse_saving_(fast, model)
+    mark_prepared_(fast, model)
     return fast
 
 

@@ -35,8 +35,8 @@ from torchcram.runtime.cpu.replace_layers import (
     replace_layers_,
     time_models,
 )
+from torchcram.runtime.marking import mark_prepared_
 from torchcram.runtime.outputs import output_error, outputs_close
-from torchcram.runtime.saving import refuse_saving_
 from torchcram.weights import layer_weights
 
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
@@ -84,13 +84,13 @@ def prepare(
         return with_report(fast, [*choices, *others])
     if example_inputs is None:
         choices = replace_layers_(fast, int8=int8)
-        refuse_saving_(fast, model)
+        mark_prepared_(fast, model)
         return with_report(fast, [*choices, *others])
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
     if isinstance(fast, BatchSplitter):
         others = [replace(choice, name=f"model.{choice.name}") for choice in others]
-    refuse_saving_(fast, model)
+    mark_prepared_(fast, model)
     return with_report(fast, [*report(fast), *others])
 
 

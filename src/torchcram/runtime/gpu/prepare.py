@@ -25,8 +25,8 @@ from torchcram.runtime.gpu.layers import (
 )
 from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode
 from torchcram.runtime.integers import find_integers
+from torchcram.runtime.marking import mark_prepared_
 from torchcram.runtime.outputs import tensor_error
-from torchcram.runtime.saving import refuse_saving_
 from torchcram.weights import layer_weights, weights_in
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def prepare_gpu(
         choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
     if not compile_model:
         fast = _with_layers(twin, replaced)
-        refuse_saving_(fast, model)
+        mark_prepared_(fast, model)
         return Prepared(fast, tuple(choices))
     shared = {id(each): each for each in (*twin.parameters(), *twin.buffers())}  # no second copy
     models = {"": _with_layers(copy.deepcopy(twin, shared), replaced)} if replaced else {}
