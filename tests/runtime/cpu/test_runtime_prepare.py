@@ -363,7 +363,8 @@ def test_the_shortcut_of_torch_stays_where_no_layer_is_sparse(monkeypatch):
 
 @needs_kernels
 def test_a_prepared_model_is_refused_where_its_weights_are_needed(tmp_path):
-    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 36, 64))
+    layers = nn.Conv2d(8, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 36, 64), nn.LayerNorm(64)
+    model = nn.Sequential(*layers)
     compress_(model, "uniform:0.95")
     x = torch.randn(4, 8, 8, 8)
     for fast in (prepare(model), prepare(model, x), copy.deepcopy(prepare(model))):
