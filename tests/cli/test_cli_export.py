@@ -82,6 +82,31 @@ def test_onnx_files(run):
     assert "int8.onnx" in done.stdout
 
 
+def test_an_onnx_file_says_how_images_are_normalised(run):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    sklearn = pytest.importorskip("sklearn.datasets")
+    succeed("export", run, "--to", "int8", "--format", "onnx", "--out", "files")
+    session = onnxruntime.InferenceSession("files/int8.onnx")
+    said = session.get_modelmeta().custom_metadata_map
+    mean, std, shape, classes = (
+        json.loads(said[f"torchcram.{key}"]) for key in ("mean", "std", "shape", "classes")
+    )
+    assert "(x - mean) / std" in said["torchcram.inputs"]
+    digits = sklearn.load_digits()
+    x = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None]  # black is 0, white is 1
+    x = (x - torch.tensor(mean).view(1, -1, 1, 1)) / torch.tensor(std).view(1, -1, 1, 1)
+    assert list(x.shape[1:]) == shape
+    (scores,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    right = [
+        classes[guess] == str(label)
+        for guess, label in zip(scores.argmax(1), digits.target, strict=True)
+    ]
+    assert sum(right) / len(right) > 0.8
+    succeed("export", run, "--to", "int8", "--out", "files")
+    metadata = artifact.read_manifest("files/int8.torchcram.safetensors").metadata
+    assert (metadata["mean"], metadata["classes"]) == (mean, classes)
+
+
 @needs_limits
 @pytest.mark.parametrize(
     ("options", "name"),

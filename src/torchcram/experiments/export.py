@@ -250,7 +250,7 @@ def _write(
 ) -> None:
     operator = target.operator
     if kind == "torchcram":
-        metadata = _metadata(trained, target)
+        metadata = _metadata(trained, target, data)
         artifact.save(model, path, operator=operator, metadata=metadata, **rounding)
         return
     if kind == "safetensors":
@@ -278,10 +278,11 @@ def _write(
         operator=parse_pruner(operator),
         weights=weights,
         dynamic_dims=trained.recipe.build_task().dynamic_dims(),
+        metadata=trained.recipe.build_task().describe_inputs(data),
     )
 
 
-def _metadata(trained: Trained, target: TargetResult) -> dict[str, object]:
+def _metadata(trained: Trained, target: TargetResult, data: Dataset) -> dict[str, object]:
     recipe, info = trained.recipe, trained.info
     metrics: dict[str, object] = {
         "metric": recipe.metric,
@@ -297,6 +298,7 @@ def _metadata(trained: Trained, target: TargetResult) -> dict[str, object]:
         "metrics": metrics,
         "sparsity": target.sparsity,
         "model_sparsity": target.model_sparsity,
+        **recipe.build_task().describe_inputs(data),
     }
 
 

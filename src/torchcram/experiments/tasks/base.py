@@ -320,6 +320,10 @@ class Task(ABC):
         """
         raise ValueError(f"{self.model.name} is no model of Transformers")
 
+    def describe_inputs(self, data: Any) -> dict[str, Any]:  # noqa: ANN401, ARG002
+        """Returns what the model takes and what its outputs mean, in types of JSON, for exports."""
+        return {}
+
     def dynamic_dims(self) -> list[dict[int, Any]] | None:
         """Returns the dimensions of inputs other than the batch that vary, for ONNX export."""
         return None

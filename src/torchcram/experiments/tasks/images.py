@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -46,6 +46,17 @@ class ImageClassification(Task):
     ) -> ImageDataset | EncodedDataset:
         """Loads the images, decoded into memory or as files."""
         return load_data(self.data, folder, download=download, report=report)
+
+    def describe_inputs(self, data: ImageDataset | EncodedDataset) -> dict[str, Any]:
+        """Returns shape, normalisation and classes; resized images are cut out of the centre."""
+        return {
+            "inputs": "float32, (batch, channels, height, width): (x - mean) / std per channel, "
+            "where black is 0 and white is 1",
+            "shape": list(self.image_shape(data)),
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "classes": list(data.classes),
+        }
 
     def batches(
         self,

@@ -216,6 +216,10 @@ class LanguageModelling(TokenizedTask):
         kept = data.test.tokens[:tokens]
         return replace(data, test=replace(data.test, tokens=kept), also={}), len(kept)
 
+    def describe_inputs(self, data: Any) -> dict[str, Any]:  # noqa: ANN401, ARG002
+        """Returns the form of tokens; the tokenizer is that of the model."""
+        return {"inputs": "integers, (batch, tokens): token numbers", "length": self.config.length}
+
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""
         return [{1: torch.export.Dim("tokens", max=self.config.length)}]

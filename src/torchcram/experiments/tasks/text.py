@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from torchcram.experiments.data.config import TextConfig
 from torchcram.experiments.data.text.batches import TextBatches, padding
+from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.data.text.formats import TEXT_FORMATS
 from torchcram.experiments.data.text.loading import load_text
 from torchcram.experiments.io.cache import Report
@@ -93,6 +94,15 @@ class TextTask(TokenizedTask):
         chosen = order[begin : begin + size]
         batches = TextBatches(data.test, batch_size=size, device="cpu", seed=0, train=False)
         return batches.at(chosen, int(lengths[chosen].max()))[0]
+
+    def describe_inputs(self, data: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Returns the form of tokens; the tokenizer is that of the model."""
+        return {
+            "inputs": "int32, (batch, 2, tokens): token numbers, and (1 + token type) * attention "
+            f"mask; in question answering, plus {CONTEXT} where a token may be part of an answer",
+            "length": self.text.length,
+            "classes": list(data.classes),
+        }
 
     def dynamic_dims(self) -> list[dict[int, Any]]:
         """Returns the number of tokens as a dimension that varies."""

@@ -118,10 +118,10 @@ def open_run(folder: Path, recipe: Recipe, info: RunInfo) -> RunInfo:
         earlier, stored = read_run(folder)
         if different := explain_differences(identity(earlier, stored), identity(recipe, info)):
             if (folder / CHECKPOINTS).exists() or (folder / MODEL).exists():
-                raise ValueError(
-                    f"{folder} holds another run: {'; '.join(different)}; choose another folder "
-                    "(--out)"
-                )
+                what = f": {'; '.join(different)}"
+                if earlier.name != recipe.name:  # the differences would be most of two recipes
+                    what = f", of the recipe {earlier.name}"
+                raise ValueError(f"{folder} holds another run{what}; choose another folder (--out)")
             stored = None  # the other run has not done any epoch
     else:
         for name in (LOG, CHECKPOINTS, MODEL):

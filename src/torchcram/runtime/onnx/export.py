@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,7 @@ def export_onnx(
     dynamic_dims: Sequence[Mapping[int, Dim]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Exports `model` in eval mode to an ONNX file with the same outputs.
 
@@ -90,6 +92,8 @@ def export_onnx(
         output_names: Names of the outputs, in the order in which they are returned; by default the
             keys or fields of the model's output, "output" for a single tensor, or "output_0" and so
             on for a tuple.
+        metadata: Metadata to keep in the file, such as the mean and the standard deviation that
+            inputs are normalised by. Values that are no texts are written as JSON.
 
     Raises:
         ImportError: If a package that the export needs is missing.
@@ -125,6 +129,9 @@ def export_onnx(
         name_outputs(program.model, names)
         if operator is not None:
             program.model.metadata_props["torchcram.operator"] = str(operator)
+        for key, value in (metadata or {}).items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            program.model.metadata_props[f"torchcram.{key}"] = text
         _check_size(program)
         with written_aside(Path(path)) as aside:
             program.save(aside)
