@@ -103,10 +103,10 @@ def compressible_weights(
     for option, pattern in (("only", only), ("skip", skip)):
         if pattern is None:
             continue
-        found = _pattern(option, pattern)
-        matching = {name for name in names if found.search(name)}
+        expression = _pattern(option, pattern)
+        matching = {name for name in names if expression.search(name)}
         everything = (name for name, _ in model.named_parameters(remove_duplicate=False))
-        dense_already = option == "skip" and any(map(found.search, everything))
+        dense_already = option == "skip" and any(map(expression.search, everything))
         if not matching and not dense_already:
             raise ValueError(
                 f"{option}={pattern!r} matches no compressible weight out of: {list_names(names)}"
