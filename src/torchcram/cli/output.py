@@ -184,7 +184,7 @@ def sweep_table(
     measured = dict.fromkeys(operator for point in points for operator in point.targets)
     operators = list(measured) if targets else []
     average = "geometric mean" if less_is_better(metric) else "mean after batch-norm tuning"
-    shown = in_percent(metric if less_is_better(metric) else "accuracy")
+    shown = in_percent(metric)
     table = Table(
         title=f"{shown[0].upper()}{shown[1:]} on the held-out tenth of the training set",
         caption=f"score: {average} over {', '.join(score) or 'all targets'}",
