@@ -118,7 +118,8 @@ class BufferWatch:
     def restore(self) -> None:
         """Compares the buffers after the pass at w~."""
         self._backup.restore()
-        self.changed |= _changed(self._at_compressed, self._before)
+        before, self._before = self._before, {}
+        self.changed |= _changed(self._at_compressed, before)
 
 
 def _without_statistics(model: nn.Module) -> dict[str, Tensor]:

@@ -118,10 +118,11 @@ def _outside_captures(device: torch.device) -> Iterator[None]:
 def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns the stream that copies tables; another one if that is being captured."""
     for _ in range(STREAMS):
-        stream = _copy_streams.setdefault(device, torch.cuda.Stream(device))
-        with torch.cuda.stream(stream):
+        if device not in _copy_streams:
+            _copy_streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(_copy_streams[device]):
             if not torch.cuda.is_current_stream_capturing():
-                return stream
+                return _copy_streams[device]
         del _copy_streams[device]
     raise RuntimeError("all streams are being captured: there is none to copy tables with")
 
