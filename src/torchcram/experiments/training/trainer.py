@@ -580,9 +580,10 @@ class Epochs:
         Raises:
             FloatingPointError: If the loss is not finite.
         """
+        step = self._step  # the time that it takes to make it is not that of the epoch
         begin = time.perf_counter()
-        lr = self._train(epoch)
-        loss, compressed_loss = self._losses()
+        lr = self._train(step, epoch)
+        loss, compressed_loss = self._losses(step)
         trained = time.perf_counter()
         if not math.isfinite(loss) or not math.isfinite(compressed_loss or 0):
             raise FloatingPointError(
@@ -631,13 +632,13 @@ class Epochs:
             self._progress(done, self._recipe.train.epochs, record)
             self._reported = now
 
-    def _train(self, epoch: int) -> float:
+    def _train(self, step: Step, epoch: int) -> float:
         """Takes the steps of an epoch; returns the last learning rate."""
         recipe, steps, lr = self._recipe, len(self._batches), 0.0
         total = recipe.train.epochs * steps
         self._model.train()
         seed_epoch(self._ranks, self._seed, epoch)
-        self._step.start_epoch(epoch)
+        step.start_epoch(epoch)
         for number in range(steps):
             position, length = epoch * steps + number, total
             if isinstance(self._optimizer, Baseline):  # it may train in several rounds
@@ -646,15 +647,15 @@ class Epochs:
                 position, steps, recipe.schedule, lr=recipe.optimizer.lr, epochs=length // steps
             )
             set_lr_(self._optimizer, lr)
-            self._step.run()
+            step.run()
             if self._average is not None:
                 self._average.update_parameters(self._model)
             self.report(epoch + (number + 1) / steps)
         return lr
 
-    def _losses(self) -> tuple[float, float | None]:
+    def _losses(self, step: Step) -> tuple[float, float | None]:
         """Waits for the device; returns the mean losses over all ranks, at w and at w~."""
-        at_w, at_compressed = self._step.losses()
+        at_w, at_compressed = step.losses()
         shares = [self._share * loss for loss in (at_w, at_compressed) if loss is not None]
         at_w, *others = self._ranks.all_reduce_sum(*shares)
         return at_w, others[0] if others else None
