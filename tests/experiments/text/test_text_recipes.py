@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -100,7 +101,9 @@ def test_bad_values_are_named(override, said):
 
 @pytest.mark.parametrize("name", ["./minilm", "/a/b", "~/x", "../y", "transformers/a/b"])
 def test_folders_and_names_of_the_hub_are_models(name):
-    assert load_recipe(PLAIN, [f"model.name={name}"]).model.name == name
+    stored = load_recipe(PLAIN, [f"model.name={name}"]).model.name
+    relative = name.startswith((".", "~"))
+    assert stored == (str(Path(name).expanduser().resolve()) if relative else name)
 
 
 @pytest.mark.parametrize("name", [PLAIN, "wiki-paragraphs/smollm2-135m/adamw"])
