@@ -79,9 +79,9 @@ def test_models_are_found(tiny, monkeypatch):
     monkeypatch.setenv("TORCHCRAM_MODELS", str(tiny.parent))
     assert find_model(f"transformers/{tiny.name}") == str(tiny)
     assert load_tokenizer(f"transformers/{tiny.name}").is_fast
-    with pytest.raises(ValueError, match="model './nowhere': there is no nowhere"):
+    with pytest.raises(ValueError, match=r"model './nowhere': there is no nowhere"):
         find_model("./nowhere")
-    with pytest.raises(ValueError, match="is not the folder of a model: there is no config.json"):
+    with pytest.raises(ValueError, match=r"is not the folder of a model: there is no config.json"):
         find_model(str(tiny.parent))
 
 
