@@ -118,8 +118,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         least = 0 if self.early_stopping is None else 1
-        problem = f"at least {least}" + " with train.early_stopping" * least
-        require(self.epochs >= least, "epochs", self.epochs, problem)
+        allowed = f"at least {least}" + " with train.early_stopping" * least
+        require(self.epochs >= least, "epochs", self.epochs, allowed)
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
         require_one_of("precision", self.precision, PRECISIONS)
