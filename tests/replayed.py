@@ -8,16 +8,16 @@ from torchcram.optim.concurrent import (
     BufferWatch,
     SideStreamPoint,
     backup_of,
-    kept_by,
     require_concurrent,
     require_separate,
+    using_backup,
     why_not_concurrent,
 )
 
 
 def apart(cram, stream=None):
     """Makes steps in a `with` block keep w~ in memory of its own."""
-    return kept_by(cram, SideStreamPoint(backup_of(cram), stream))
+    return using_backup(cram, SideStreamPoint(backup_of(cram), stream))
 
 
 class Replayed:
@@ -40,7 +40,7 @@ class Replayed:
     def __call__(self):
         if self._required:
             watch = BufferWatch(backup_of(self._optimizer), (self._model,))
-            with kept_by(self._optimizer, watch):
+            with using_backup(self._optimizer, watch):
                 self._body()
             require_separate(watch.changed)
             return

@@ -26,6 +26,7 @@ from torchcram import (
     parse_operator,
     sparsity,
 )
+from torchcram.baselines.base import Baseline
 
 OPERATORS = (
     "global:0.5",
@@ -164,6 +165,10 @@ def _refused():
     CrAM(model, SGD(model.parameters(), lr=0.1), "global:0.5")
 
 
+class PlainMethod(Baseline):
+    """The simplest method: it does what the base class does."""
+
+
 class Rows(Sparsifier):
     """Keeps the larger half of the rows that it sees."""
 
@@ -185,6 +190,8 @@ def _operators_of_others():
             CrAM(model, SGD(model.parameters(), lr=0.1), operator)
         with pytest.raises(ValueError, match="each rank would select among its own rows"):
             compress_(model, operator)
+    with pytest.raises(ValueError, match=r"^rows does not say that it works on weights that"):
+        PlainMethod(model, SGD(model.parameters(), lr=0.1), Rows())
 
 
 def _two(rank):

@@ -19,7 +19,7 @@ from torchcram.optim.concurrent import (
     SideStreamPoint,
     backup_of,
     default_concurrency,
-    kept_by,
+    using_backup,
     why_not_concurrent,
 )
 from torchcram.optim.graphs import StepGraphs, _streams
@@ -274,7 +274,7 @@ def watched(kind):
 def test_buffers_that_passes_would_race_for_are_named(kind):
     model, optimizer, batch, found = watched(kind)
     watch = BufferWatch(backup_of(optimizer), (model,))
-    with kept_by(optimizer, watch):
+    with using_backup(optimizer, watch):
         optimizer.step(closure_for(model, optimizer, batch))
     assert (found <= watch.changed) if found else not watch.changed
 
@@ -294,7 +294,7 @@ def test_the_second_stream_starts_with_the_step_and_is_waited_for(streams):
         seen.append(torch.cuda.current_stream())
         return closure()
 
-    with kept_by(optimizer, SideStreamPoint(backup_of(optimizer), side)):
+    with using_backup(optimizer, SideStreamPoint(backup_of(optimizer), side)):
         optimizer.step(watched_closure)
     assert seen == [first, side]
     assert [type(each) for each in side.waited] == [FakeEvent]
@@ -319,7 +319,7 @@ def test_an_error_in_a_capture_brings_the_first_stream_and_w_back(streams, at):
     expected = RuntimeError if at == "join" else KeyboardInterrupt
     with (
         pytest.raises(expected),
-        kept_by(optimizer, SideStreamPoint(backup_of(optimizer), side)),
+        using_backup(optimizer, SideStreamPoint(backup_of(optimizer), side)),
     ):
         optimizer.step(failing)
     assert torch.cuda.current_stream() is first

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchcram.layers import local_weights
 from torchcram.messages import list_names
 from torchcram.operators import Operator, Sparsifier, as_operator
+from torchcram.operators.base import require_shard_support
 from torchcram.optim.checks import check_base, check_param_group
 from torchcram.optim.sampler import pack_bits, unpack_bits
 from torchcram.optim.step_state import Backup, UndoStack
@@ -76,6 +77,8 @@ class Baseline(Wrapper):
         check_base(model, base)
         self.operator = self.check_operator(as_operator(operator))
         self._shard_context = ShardContext(model)
+        if self._shard_context.sharded:
+            require_shard_support([self.operator])
         super().__init__(base)
         self.model = model
         self.weights = weights_in(model, weights)

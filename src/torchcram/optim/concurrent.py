@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from torchcram.optim.step_state import PointKeeper
+    from torchcram.optim.step_state import WeightBackup
 
 
 class SideStreamPoint:
@@ -161,10 +161,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def kept_by(cram: CrAM, keeper: PointKeeper) -> Iterator[None]:
-    """Lets another object than `Backup` keep w while weights are at w~, in a `with` block."""
+def using_backup(cram: CrAM, other: WeightBackup) -> Iterator[None]:
+    """Replaces the backup of an optimizer by another one for a `with` block."""
     backup = cram._backup
-    cram._backup = keeper
+    cram._backup = other
     try:
         yield
     finally:
@@ -172,7 +172,7 @@ def kept_by(cram: CrAM, keeper: PointKeeper) -> Iterator[None]:
 
 
 def backup_of(cram: CrAM) -> Backup:
-    """Returns the backup of an optimizer, outside of `kept_by`."""
+    """Returns the backup of an optimizer, outside of `using_backup`."""
     assert isinstance(cram._backup, Backup)  # noqa: S101
     return cram._backup
 

@@ -40,7 +40,7 @@ from torchcram.optim.gradients import (
 from torchcram.optim.rank_consistency import require_alike
 from torchcram.optim.rules import CRAM_PLUS, Pass, UpdateRule
 from torchcram.optim.sampler import OperatorSampler
-from torchcram.optim.step_state import Backup, PointKeeper, RngState, StepState, UndoStack
+from torchcram.optim.step_state import Backup, RngState, StepState, UndoStack, WeightBackup
 from torchcram.optim.wrapper import Wrapper
 from torchcram.sharding import ShardContext
 from torchcram.trained import mark_trained, plain_name, unwrapped, warn_of_other_weights
@@ -134,7 +134,7 @@ class CrAM(Wrapper):
         self._sampler = OperatorSampler(choices if rule.compresses else (), mask_interval, seed)
         self._guard = NonFiniteGuard(base, self._shard_context, self._sampler.forget_all)
         self._step_state = StepState()
-        self._backup: PointKeeper = Backup(self._shard_context)
+        self._backup: WeightBackup = Backup(self._shard_context)
         self._undo = UndoStack()  # leads from w~ back to w
         require_alike(self)
         mark_trained(model, self.weights)

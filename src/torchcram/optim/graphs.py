@@ -22,9 +22,9 @@ from torchcram.optim.concurrent import (
     BufferWatch,
     SideStreamPoint,
     backup_of,
-    kept_by,
     require_concurrent,
     require_separate,
+    using_backup,
     why_not_concurrent,
 )
 from torchcram.optim.cram import CrAM
@@ -161,7 +161,7 @@ class StepGraphs:
         """Takes a step; returns the buffers that concurrent passes would race for."""
         assert self._cram is not None  # noqa: S101
         watch = BufferWatch(backup_of(self._cram), (model, self._cram.model))
-        with kept_by(self._cram, watch):
+        with using_backup(self._cram, watch):
             self._run(plan)
         return watch.changed
 
@@ -187,7 +187,7 @@ class StepGraphs:
         if self._cram is None or not self.concurrent_passes:
             return nullcontext()
         point = SideStreamPoint(backup_of(self._cram), self._side_stream)
-        return kept_by(self._cram, point)
+        return using_backup(self._cram, point)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class UndoStack:
             self._calls.pop()
 
 
-class PointKeeper(Protocol):
+class WeightBackup(Protocol):
     """Keeps w while the weights are at w~."""
 
     def start_step(self) -> None:

