@@ -12,7 +12,8 @@ PANELS = {
     "cifar10-jpeg/resnet20": "ResNet20 on CIFAR-10 (as JPEG)",
     "tiny-imagenet-200/resnet18-64": "ResNet18 on Tiny ImageNet",
 }
-METHODS = {"sgd": "SGD", "cram-plus-multi": "CrAM+"}
+# both with one pass over the training set per epoch
+METHODS = {"sgd": "SGD", "cram-plus-multi-1x": "CrAM+, same passes"}
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 Curve = list[tuple[float, float, float]]
@@ -53,7 +54,7 @@ def draw() -> None:
                 text = {"textcoords": "offset points", "ha": align, "fontsize": 10}
                 point = (sparsity, accuracy)
                 axis.annotate(f"{accuracy:.0f}", point, offset, color=style.color, **text)
-            at, height = (60, 0.83) if method == "sgd" else (25, 1.05)
+            at, height = (60, 0.83) if method == "sgd" else (32, 1.05)
             text = {"ha": "center", "color": style.color, "weight": "bold"}
             axis.text(at, height * y[0], METHODS[method], **text)
         axis.set(title=title, ylim=(0, 1.15 * y[0]), xlabel="weights set to zero in one shot, %")
