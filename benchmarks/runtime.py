@@ -29,6 +29,7 @@ import numpy
 import torch
 from timing import machine
 from torch import Tensor, nn
+from torchvision.models import resnet50
 
 import torchcram
 from torchcram import runtime
@@ -89,6 +90,8 @@ WORK: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "bert-16": lambda: (Encoder(), tokens(16, 128)),
     "resnet18": lambda: (with_statistics(ResNet18()), torch.randn(1, 3, 32, 32)),
     "resnet18-64": lambda: (with_statistics(ResNet18()), torch.randn(64, 3, 32, 32)),
+    "resnet50": lambda: (with_statistics(resnet50()), torch.randn(1, 3, 224, 224)),
+    "resnet50-16": lambda: (with_statistics(resnet50()), torch.randn(16, 3, 224, 224)),
 }
 
 

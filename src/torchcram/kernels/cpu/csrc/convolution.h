@@ -12,36 +12,64 @@ TORCHCRAM_INLINE Vector finish(Vector v, const float* residual, bool rectify) {
   return rectify ? relu(v) : v;
 }
 
-// Offsets of the input pixels of runs of neighbouring outputs; all runs have the same length.
-struct Runs {
-  int64_t length, count, at[kPanel];
-  Runs(const Convolution& c, int64_t first, int64_t outputs) {
-    length = c.out_w % 16 == 0 ? 16 : c.out_w % 8 == 0 ? 8 : c.out_w % 4 == 0 ? 4 : 1;
-    count = outputs / length;  // a row of outputs is a whole number of runs
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t output = first + i * length;
-      at[i] = output / c.out_w * c.stride_h * c.width + output % c.out_w;
+// The outputs of a panel, cut into segments whose input pixels are neighbours in memory.
+struct Segments {
+  struct Segment {
+    int64_t from, to, length;  // offsets in the image and in the panel
+  };
+  Segment segment[kPanel];
+  int64_t count = 0;
+
+  Segments(const Convolution& c, int64_t first, int64_t outputs) {
+    const int64_t row = c.stride_h * c.width;         // from a row of outputs to the next one
+    const bool whole = row == c.out_w;                // rows of outputs follow each other
+    for (int64_t done = 0; done < outputs;) {
+      const int64_t output = first + done, left = outputs - done;
+      const int64_t in_row = c.out_w - output % c.out_w;
+      const int64_t length = whole || left < in_row ? left : in_row;
+      segment[count++] = {output / c.out_w * row + output % c.out_w, done, length};
+      done += length;
     }
   }
 };
 
-template <int Length>
-void load_runs(const float* from, const Runs& runs, float* to) {
-  for (int64_t i = 0; i < runs.count; ++i) memcpy(to + i * Length, from + runs.at[i], Length * 4);
+template <int Floats>
+TORCHCRAM_INLINE void copy_floats(float* to, const float* from) {
+  memcpy(to, from, Floats * sizeof(float));
+}
+
+// Copies a few floats by whole vectors, of which the last two may overlap.
+TORCHCRAM_INLINE void copy_segment(float* to, const float* from, int64_t length) {
+  int64_t i = 0;
+  for (; i + 16 <= length; i += 16) copy_floats<16>(to + i, from + i);
+  if (i == length) return;
+  if (length >= 16) return copy_floats<16>(to + length - 16, from + length - 16);
+  if (length >= 8) {
+    copy_floats<8>(to, from);
+    return copy_floats<8>(to + length - 8, from + length - 8);
+  }
+  if (length >= 4) {
+    copy_floats<4>(to, from);
+    return copy_floats<4>(to + length - 4, from + length - 4);
+  }
+  for (i = 0; i < length; ++i) to[i] = from[i];
 }
 
 // Loads the pixels of a block: [k][64 outputs].
-template <int Length>
-void load_pixels(const Job& job, const Runs& runs, int64_t block, const float* image, float* to) {
+void load_pixels(const Job& job, const Segments& segments, int64_t block, const float* image,
+                 float* to) {
   const Convolution& c = *job.shape;
   const int64_t plane = c.height * c.width, *starts = job.packed->inner_starts + block;
   int64_t kx = starts[0] % c.kernel_w, ky = starts[0] / c.kernel_w % c.kernel_h;
   int64_t channel = starts[0] / (c.kernel_w * c.kernel_h);
   for (int64_t k = starts[0]; k < starts[1]; ++k, to += kPanel) {
     const int64_t x = kx * c.dilation_w;
-    load_runs<Length>(image + (channel * c.stride_w + x % c.stride_w) * plane +
-                          ky * c.dilation_h * c.width + x / c.stride_w,
-                      runs, to);
+    const float* from = image + (channel * c.stride_w + x % c.stride_w) * plane +
+                        ky * c.dilation_h * c.width + x / c.stride_w;
+    for (int64_t i = 0; i < segments.count; ++i) {
+      const Segments::Segment& s = segments.segment[i];
+      copy_segment(to + s.to, from + s.from, s.length);
+    }
     if (++kx < c.kernel_w) continue;
     kx = 0;
     if (++ky < c.kernel_h) continue;
@@ -67,14 +95,10 @@ void pixels(const void* data, int64_t task) {
   float* panel = scratch(1, kPanelFloats);
   if (count % kLanes) memset(panel, 0, used);  // some lanes have no output
   clear_column(panel);
-  const Runs runs(c, first, count);
-  const auto take = runs.length == 16  ? load_pixels<16>
-                    : runs.length == 8 ? load_pixels<8>
-                    : runs.length == 4 ? load_pixels<4>
-                                       : load_pixels<1>;
+  const Segments segments(c, first, count);
+  const float* input = job.input + image * c.channels * c.stride_w * c.height * c.width;
   for (int64_t block = 0; block < packed.blocks(); ++block) {
-    take(job, runs, block, job.input + image * c.channels * c.stride_w * c.height * c.width,
-         panel + kPanel);
+    load_pixels(job, segments, block, input, panel + kPanel);
     multiply(rows, block, panel, vectors, job.bias);
   }
   for (int64_t group = rows.first; group < rows.last; ++group)
