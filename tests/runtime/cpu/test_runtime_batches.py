@@ -9,10 +9,12 @@ import torch
 from native_library import needs_kernels
 from torch import nn
 
+from torchcram import compress
 from torchcram.kernels.cpu import library
 from torchcram.kernels.cpu.library import has_openmp, set_openmp_threads
-from torchcram.runtime import prepare
+from torchcram.runtime import prepare, report
 from torchcram.runtime.cpu import batches, replace_layers
+from torchcram.runtime.cpu import prepare as prepare_module
 from torchcram.runtime.cpu.batches import BatchSplitter
 
 pytestmark = pytest.mark.skipif(not has_openmp(), reason="torch has no OpenMP")
@@ -157,20 +159,85 @@ def test_without_openmp_the_threads_cannot_be_set(monkeypatch):
         set_openmp_threads(1)
 
 
+class Centred(nn.Module):
+    """Subtracts the mean over the images from the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x).mean((2, 3))
+        return y - y.mean(0)
+
+
 @needs_kernels
 @pytest.mark.usefixtures("beside_wins")
 def test_a_model_that_mixes_its_images_is_not_split():
-    class Centred(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            y = self.conv(x).mean((2, 3))
-            return y - y.mean(0)
-
     model, x = Centred().eval(), torch.randn(64, 3, 4, 4)
     fast = prepare(model, x)
     assert not isinstance(fast, BatchSplitter)
     with torch.no_grad():
         assert torch.allclose(fast(x), model(x), atol=1e-6)
+
+
+@pytest.fixture
+def single_images_win(monkeypatch):
+    """Running images one by one wins its races, and so do sparse kernels; all images are large.
+
+    Returns the names of the participants of each race and the number of threads.
+    """
+    races = []
+
+    def times(work):
+        races.append((list(work), torch.get_num_threads()))
+        return {name: 0.1 if name in ("image by image", "sparse") else 1.0 for name in work}
+
+    monkeypatch.setattr(replace_layers, "time_in_turns", times)
+    monkeypatch.setattr(prepare_module, "_CACHE_BYTES", 0)
+    return races
+
+
+@needs_kernels
+@pytest.mark.parametrize("images", [2, 3, 16, 33])
+def test_large_images_may_run_one_by_one(images, single_images_win):
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
+    model = compress(nn.Sequential(*layers).eval(), "uniform:0.5")
+    x = torch.randn(images, 3, 4, 4)
+    fast = prepare(model, x)
+    assert isinstance(fast, BatchSplitter)
+    assert (fast.images, fast.thread_images, fast.side_by_side) == (1, 1, True)
+    assert {choice.name for choice in report(fast)} == {"model.0", "model.3"}
+    layers_threads = [threads for names, threads in single_images_win if "dense" in names]
+    assert layers_threads[:2] == [1, 1]  # for single images
+    assert set(layers_threads[2:]) == {2}  # for the batch
+    assert torch.get_num_threads() == 2
+    with torch.no_grad():
+        assert torch.allclose(fast(x), model(x), atol=1e-6)
+        assert torch.allclose(fast(x[:1]), model(x[:1]), atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("single_images_win")
+def test_one_large_image_is_no_batch():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).eval()
+    assert not isinstance(prepare(model, torch.randn(1, 3, 4, 4)), BatchSplitter)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("single_images_win")
+def test_a_model_that_mixes_large_images_is_not_split():
+    model, x = compress(Centred().eval(), "uniform:0.5"), torch.randn(4, 3, 4, 4)
+    fast = prepare(model, x)
+    assert not isinstance(fast, BatchSplitter)
+    with torch.no_grad():
+        assert torch.allclose(fast(x), model(x), atol=1e-6)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_thread_takes_as_many_images_as_it_is_told():
+    model = Recorder()
+    BatchSplitter(model, 1, side_by_side=True, thread_images=1)(torch.randn(5, 3))
+    beside = [call for call in model.calls if call[1] == "torchcram"]
+    assert [(count, threads) for count, _, threads, _ in beside] == [(1, 1)] * 4
+    assert [call[:3] for call in model.calls if call not in beside] == [(1, "MainThread", 2)]

@@ -61,6 +61,15 @@ def test_every_geometry(by_images, geometry, size):
     assert relative_error(layer(x), reference(x, weight, bias, geometry)) < 2e-6
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES[:4], ids=lambda g: f"{g.kernel}{g.stride}")
+def test_every_width(geometry):
+    weight = sparse_weight(6, 3, *geometry.kernel)
+    layer = SparseConv2d(weight, None, geometry)
+    for width in range(1, 70):
+        x = torch.randn(2, 3, 5, width)
+        assert relative_error(layer(x), reference(x, weight, None, geometry)) < 2e-6, width
+
+
 @pytest.mark.parametrize("by_images", [False, True])
 @pytest.mark.parametrize("batch", [1, 2, 15, 16, 17, 33])
 @pytest.mark.usefixtures("each_level")

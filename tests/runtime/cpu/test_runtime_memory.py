@@ -107,6 +107,11 @@ def attention():
     return lambda: torch.ops.torchcram.attention(x, x, x, 2, 0.2)
 
 
+def max_pool():
+    x = torch.randn(2, 4, 9, 9)
+    return lambda: torch.ops.torchcram.max_pool2d(x, [3, 3], [2, 2], [1, 1])
+
+
 def linear_int8():
     layer, x = SparseLinearInt8(sparse_weight(500, 40), None), torch.randn(200, 40)
     return lambda: layer(x)
@@ -153,6 +158,7 @@ CALLS = {
     "pixels": lambda: convolution(by_images=False),
     "images": lambda: convolution(by_images=True),
     "attention": attention,
+    "max-pool": max_pool,
     "linear-int8": linear_int8,
     "feed-forward-int8": feed_forward_int8,
     "row-product": lambda: row_product(torch.float32),

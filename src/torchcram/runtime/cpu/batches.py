@@ -20,14 +20,23 @@ class BatchSplitter(nn.Module):
     Args:
         model: Model that treats each image independently.
         images: Number of images at a time, with all threads working on them.
-        side_by_side: Whether every thread runs the whole model on 16 images of its own, as far as
+        side_by_side: Whether every thread runs the whole model on images of its own, as far as
             there are enough images for all threads. Then no thread waits for the others after each
             layer.
+        thread_images: Number of images that a thread takes at a time if they run side by side.
     """
 
-    def __init__(self, model: nn.Module, images: int, *, side_by_side: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        images: int,
+        *,
+        side_by_side: bool = False,
+        thread_images: int = PANEL_IMAGES,
+    ) -> None:
         super().__init__()
         self.model, self.images, self.side_by_side = model, images, side_by_side
+        self.thread_images = thread_images
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the outputs of all images."""
@@ -35,7 +44,8 @@ class BatchSplitter(nn.Module):
         if beside == 0 and len(x) <= self.images:
             whole: Tensor = self.model(x)
             return whole
-        outputs = run_side_by_side(self.model, x[:beside].split(PANEL_IMAGES)) if beside else []
+        parts = x[:beside].split(self.thread_images)
+        outputs = run_side_by_side(self.model, parts) if beside else []
         if beside < len(x):
             outputs += [self.model(part) for part in x[beside:].split(self.images)]
         return torch.cat(outputs)
@@ -49,7 +59,7 @@ class BatchSplitter(nn.Module):
             return 0
         if torch.is_grad_enabled() and x.requires_grad:
             return 0
-        return len(x) // (threads * PANEL_IMAGES) * threads * PANEL_IMAGES
+        return len(x) // (threads * self.thread_images) * threads * self.thread_images
 
 
 def run_side_by_side(model: nn.Module, parts: tuple[Tensor, ...]) -> list[Tensor]:

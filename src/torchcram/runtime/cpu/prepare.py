@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
-from torchcram.kernels.cpu.library import available
+from torchcram.kernels.cpu.library import available, has_openmp
 from torchcram.runtime.cpu.batches import PANEL_IMAGES, BatchSplitter
 from torchcram.runtime.cpu.fuse import (
     as_graph,
     fuse_encoder_,
     fuse_epilogues_,
     lay_images_innermost_,
+    replace_max_pools_,
 )
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d
 from torchcram.runtime.cpu.reordered import ReorderedConv2d, ReorderedLinear
@@ -39,9 +41,20 @@ from torchcram.runtime.marking import mark_prepared_
 from torchcram.runtime.outputs import output_error, outputs_close
 from torchcram.weights import layer_weights
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
 _AS_EXACT, _ROUGH = 4, 0.01  # times the error of the dense model, which must be small itself
+_CACHE_BYTES = 2**24  # activations of this size do not stay in the caches
 _REPORT = "_torchcram_report"
+
+
+class Agrees(Protocol):
+    """Function that tells whether a model has the expected outputs for the example."""
+
+    def __call__(self, model: nn.Module, /, *, int8: bool) -> bool:
+        """Compares the outputs; those of 8 bits may differ more."""
 
 
 def prepare(
@@ -89,7 +102,7 @@ def prepare(
     with torch.no_grad():
         fast = _prepared(fast, example_inputs, fuse=fuse, int8=int8)
     if isinstance(fast, BatchSplitter):
-        others = [replace(choice, name=f"model.{choice.name}") for choice in others]
+        others = _in_splitter(others)
     mark_prepared_(fast, model)
     return with_report(fast, [*report(fast), *others])
 
@@ -125,9 +138,8 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
             return False
         return output_error(exact(), actual) <= _AS_EXACT * output_error(exact(), expected) < _ROUGH
 
-    graph = as_graph(copy.deepcopy(dense)) if fuse else None
-    fused = None if graph is None else _fused(graph, example, int8=int8, expected=expected)
-    if fused is not None and agrees(fused, int8=int8) and not _slower(dense, fused, example):
+    fused = _fused(dense, example, expected, agrees, int8=int8) if fuse else None
+    if fused is not None and not _slower(dense, fused, example):
         return fused
     inputs = layer_inputs(dense, example)
     for eight in (True, False) if int8 else (False,):
@@ -197,42 +209,110 @@ def report(model: nn.Module) -> tuple[Choice, ...]:
 
 
 def _fused(
-    graph: fx.GraphModule, example: Inputs, *, int8: bool, expected: object
+    dense: nn.Module, example: Inputs, expected: object, agrees: Agrees, *, int8: bool
 ) -> nn.Module | None:
-    """Returns the graph with sparse layers, or None if it does not run."""
-    images = PANEL_IMAGES * max(1, torch.get_num_threads() // 4)
-    part, many = example, False
-    if isinstance(example, Tensor) and example.dim() == 4 and len(example) > images:
+    """Returns the fastest graph that has the outputs of `dense`, or None if there is none.
+
+    Args:
+        dense: Model with dense layers.
+        example: Inputs that the model is called with.
+        expected: Outputs of the model for the example.
+        agrees: Function that tells whether a model has these outputs.
+        int8: Whether Linear layers may compute in 8 bits.
+    """
+    graph = as_graph(copy.deepcopy(dense))
+    if graph is None:
+        return None
+    images: Tensor | None = None
+    if isinstance(example, Tensor) and example.dim() == 4:
         # there seems to be one output per image
-        many = isinstance(expected, Tensor) and expected.shape[:1] == example.shape[:1]
-        part = example[:images] if many else example
+        per_image = isinstance(expected, Tensor) and expected.shape[:1] == example.shape[:1]
+        images = example if per_image else None
+    ways: dict[str, nn.Module | None] = {}
+    if images is not None and len(images) > 1 and _exceeds_caches(graph, images):
+        ways["image by image"] = _for_single_images(copy.deepcopy(graph), images, int8=int8)
+    ways["together"] = (
+        _for_inputs(graph, example, int8=int8)
+        if images is None
+        else _for_images(graph, images, int8=int8)
+    )
+    possible = {
+        way: model for way, model in ways.items() if model is not None and agrees(model, int8=int8)
+    }
+    if len(possible) < 2:
+        return next(iter(possible.values()), None)
+    return possible[fastest({way: partial(call, possible[way], example) for way in possible})]
+
+
+def _for_inputs(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Module | None:
+    """Returns a graph with sparse layers, changed in place, or None if it does not run."""
     try:
         with redirect_stderr(io.StringIO()):  # fx also prints errors
-            inputs = layer_inputs(graph, part)
+            inputs = layer_inputs(graph, example)
             choices = replace_layers_(graph, inputs, int8=int8, innermost=True)
-            _annotate_shapes_(graph, part)
+            _annotate_shapes_(graph, example)
             fuse_epilogues_(graph)
+            replace_max_pools_(graph)
             lay_images_innermost_(graph)
     except Exception:  # noqa: BLE001  the model is then prepared without a graph
         return None
-    fast: nn.Module = graph
-    if many and isinstance(example, Tensor):
-        fast = _in_parts(graph, images, example)
-    if isinstance(fast, BatchSplitter):
-        choices = [replace(each, name=f"model.{each.name}") for each in choices]
-    return with_report(fast.eval(), choices)
+    return with_report(graph.eval(), choices)
 
 
-def _in_parts(graph: fx.GraphModule, images: int, example: Tensor) -> nn.Module:
-    """Returns the fastest way to run a graph on many images: at once, or a few at a time."""
+def _for_images(graph: fx.GraphModule, example: Tensor, *, int8: bool) -> nn.Module | None:
+    """Returns the fastest way to run a graph on a batch: at once, or a few images at a time."""
+    images = PANEL_IMAGES * max(1, torch.get_num_threads() // 4)
+    prepared = _for_inputs(graph, example[:images], int8=int8)
+    if prepared is None or len(example) <= images:
+        return prepared
     by_images = any(isinstance(m, SparseConv2d) and m.by_images for m in graph.modules())
     images = images if by_images else len(example)  # dense layers gain nothing from small parts
     beside = BatchSplitter(graph, images, side_by_side=True)
     together = BatchSplitter(graph, images) if by_images else graph
     if not beside.images_side_by_side(example):
-        return together
+        return _split(together)
     ways = {"together": together, "side by side": beside}
-    return ways[fastest({way: partial(call, model, example) for way, model in ways.items()})]
+    return _split(ways[fastest({way: partial(call, ways[way], example) for way in ways})])
+
+
+def _exceeds_caches(graph: fx.GraphModule, example: Tensor) -> bool:
+    """Returns whether the activations of as many images as a panel has are too large."""
+    try:
+        with redirect_stderr(io.StringIO()):  # fx also prints errors
+            inputs = layer_inputs(graph, example[:1])
+    except Exception:  # noqa: BLE001  such as a model that needs several images
+        return False
+    shapes = [layer.shape for layer in inputs.values() if len(layer.shape) == 4]
+    return any(4 * PANEL_IMAGES * math.prod(shape) > _CACHE_BYTES for shape in shapes)
+
+
+def _for_single_images(graph: fx.GraphModule, example: Tensor, *, int8: bool) -> nn.Module | None:
+    """Returns a graph that runs images one by one, or None if it does not run.
+
+    Its layers are chosen for one image and, if threads can run images side by side, for one thread.
+    """
+    threads = torch.get_num_threads()
+    try:
+        if has_openmp():
+            torch.set_num_threads(1)
+        single = _for_inputs(graph, example[:1], int8=int8)
+    finally:
+        torch.set_num_threads(threads)
+    if single is None:
+        return None
+    return _split(BatchSplitter(single, 1, side_by_side=True, thread_images=1))
+
+
+def _split(model: nn.Module) -> nn.Module:
+    """Returns a model in eval mode; a `BatchSplitter` gets the report of the model that it runs."""
+    if isinstance(model, BatchSplitter):
+        with_report(model, _in_splitter(report(model.model)))
+    return model.eval()
+
+
+def _in_splitter(choices: Iterable[Choice]) -> list[Choice]:
+    """Returns the choices with the names that the layers have within a `BatchSplitter`."""
+    return [replace(choice, name=f"model.{choice.name}") for choice in choices]
 
 
 def _annotate_shapes_(graph: fx.GraphModule, example: Inputs) -> None:

@@ -56,7 +56,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 5; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 6; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -295,6 +295,22 @@ TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t heigh
                                    int64_t stride, float* y, int threads) {
   const Padding job{x, height, width, top, left, rows, columns, stride, y};
   return run_tasks(pad, &job, planes, threads);
+}
+
+// Max pooling of planes. The window is `sizes`: height, width, kernel, stride, padding and output, two
+// numbers each. Returns 0 and computes nothing if a window lies outside of the image.
+TORCHCRAM_EXPORT int torchcram_max_pool(const float* x, int64_t planes, const int64_t* sizes,
+                                        float* y, int threads) {
+  const MaxPool job{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                    sizes[6], sizes[7], sizes[8], sizes[9], x,        y};
+  const auto inside = [](int64_t size, int64_t kernel, int64_t stride, int64_t pad, int64_t out) {
+    return size > 0 && kernel > 0 && stride > 0 && pad >= 0 && 2 * pad <= kernel && out > 0 &&
+           (out - 1) * stride + kernel <= size + 2 * pad;
+  };
+  if (!inside(job.height, job.kernel_h, job.stride_h, job.pad_h, job.out_h) ||
+      !inside(job.width, job.kernel_w, job.stride_w, job.pad_w, job.out_w))
+    return 0;
+  return run_tasks(kernels->max_pool, &job, planes, threads);
 }
 
 // Self-attention of each sequence; returns 0 if there is no kernel for it.

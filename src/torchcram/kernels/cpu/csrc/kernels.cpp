@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "int8.h"
 #include "linear.h"
+#include "pooling.h"
 #include "rows.h"
 
 namespace torchcram {
@@ -35,7 +36,8 @@ constexpr Task kInt8 = nullptr;
 }  // namespace
 
 extern const Kernels TORCHCRAM_KERNELS;
-const Kernels TORCHCRAM_KERNELS = {kName, linear,  pixels,      images,    attention,
-                                   kInt8, decoder, row_product, norm_rows, gate_values};
+const Kernels TORCHCRAM_KERNELS = {
+    kName,   linear,      pixels,    images,      attention, kInt8,
+    decoder, row_product, norm_rows, gate_values, max_pool};
 
 }  // namespace torchcram

@@ -129,6 +129,14 @@ struct RowNorm {
   float eps;
 };
 
+// The maximum of each window of an image; padding counts as minus infinity. Every window holds a
+// pixel.
+struct MaxPool {
+  int64_t height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, out_h, out_w;
+  const float* x;
+  float* y;
+};
+
 // y = silu(gate) * up; a task computes `each` values.
 struct GatedProduct {
   const float *gate, *up;
@@ -184,7 +192,7 @@ struct Kernels {
   void (*decoder)(const void* step, int threads);
   void (*row_product)(const RowMatrix& matrix, const float* x, int64_t count, float* y,
                       int threads);
-  Task norm_rows, gate_values;
+  Task norm_rows, gate_values, max_pool;
 };
 
 extern const Kernels kAvx512, kAvx2, kNeonDotprod, kNeon, kPortable;
