@@ -73,6 +73,65 @@ def test_the_outputs_are_those_of_a_convolution(
             torch.testing.assert_close(fast(x[0]), layer(x[0]), rtol=1e-4, atol=1e-4)
 
 
+@given(
+    images=st.integers(0, 3),
+    relu=st.booleans(),
+    with_residual=st.booleans(),
+    formats=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_a_convolution_adds_a_residual_and_applies_relu(
+    images, relu, with_residual, formats, dtype
+):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(5, 7, 3, 2, 1).to(dtype)
+    fast = ReorderedConv2d(layer)
+    fast.relu = relu
+    tensors = [torch.randn(images, 5, 9, 9, dtype=dtype), torch.randn(images, 7, 5, 5, dtype=dtype)]
+    for i, channels_last in enumerate(formats):
+        if channels_last:
+            tensors[i] = tensors[i].to(memory_format=torch.channels_last)
+    x, residual = tensors[0], tensors[1] if with_residual else None
+    before = None if residual is None else residual.clone()
+    expected = layer(x) if residual is None else layer(x) + residual
+    expected = expected.relu() if relu else expected
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x, residual), expected, rtol=1e-4, atol=1e-4)
+    if residual is not None:
+        assert torch.equal(residual, before)
+    with torch.enable_grad():  # derivatives need the dense implementation
+        torch.testing.assert_close(fast(x, residual), expected, rtol=1e-4, atol=1e-4)
+
+
+class Residual(nn.Module):
+    """relu(norm(conv(x)) + x), and another ReLU after a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.last = (
+            nn.Conv2d(4, 4, 3, 1, 1),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 2, 1),
+        )
+
+    def forward(self, x):
+        return self.last((self.norm(self.conv(x)) + x).relu()).relu()
+
+
+@pytest.mark.usefixtures("_onednn_wins")
+@pytest.mark.parametrize("images", [1, 3])
+def test_dense_convolutions_of_a_graph_compute_what_follows(images):
+    model, x = Residual().eval(), torch.randn(images, 4, 6, 6)
+    fast = runtime.prepare(model, x)
+    layers = [module for module in fast.modules() if isinstance(module, ReorderedConv2d)]
+    assert [layer.relu for layer in layers] == [True, True]
+    names = [str(node.target) for node in fast.graph.nodes if node.op != "placeholder"]
+    assert names == ["conv", "last", "output"]
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fast(x[:, :, 1:]), model(x[:, :, 1:]), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_changes_of_the_weight_are_noticed():
     layer, x = nn.Linear(8, 8), torch.randn(3, 8)

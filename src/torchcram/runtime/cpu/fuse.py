@@ -31,6 +31,7 @@ from torchcram.runtime.cpu.modules import (
     SparseLinear,
     SparseLinearInt8,
 )
+from torchcram.runtime.cpu.reordered import ReorderedConv2d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +89,7 @@ def _fold_batchnorm_(model: fx.GraphModule) -> None:
 
 
 def fuse_epilogues_(model: fx.GraphModule) -> None:
-    """Moves residual additions and activations into the sparse layers before them.
+    """Moves residual additions and activations into the layers before them.
 
     Args:
         model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
@@ -99,7 +100,7 @@ def fuse_epilogues_(model: fx.GraphModule) -> None:
         layer = _module(modules, node)
         if uses[node.target] > 1:
             continue
-        if isinstance(layer, SparseConv2d):
+        if isinstance(layer, (SparseConv2d, ReorderedConv2d)):
             _fuse_convolution_(model, modules, node, layer)
         elif isinstance(layer, (SparseLinear, SparseLinearInt8)):
             after = _only_user(node)
@@ -111,7 +112,10 @@ def fuse_epilogues_(model: fx.GraphModule) -> None:
 
 
 def _fuse_convolution_(
-    model: fx.GraphModule, modules: dict[str, nn.Module], node: fx.Node, layer: SparseConv2d
+    model: fx.GraphModule,
+    modules: dict[str, nn.Module],
+    node: fx.Node,
+    layer: SparseConv2d | ReorderedConv2d,
 ) -> None:
     after = _only_user(node)
     if after is not None and _is_call(after, _ADD) and len(after.args) == 2 and not after.kwargs:

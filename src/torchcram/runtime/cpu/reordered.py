@@ -73,24 +73,48 @@ def _run_conv2d(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
     if x.dim() != 4 or not _suits(x, weight, 1):
-        return functional.conv2d(x, weight, bias, stride, padding, dilation)
+        return _dense_conv2d(x, weight, bias, stride, padding, dilation, residual, relu)
     shape = (padding, stride, dilation, 1)
     layout = _layout_of(
         weight,
         lambda plain: torch.ops.mkldnn._reorder_convolution_weight(plain, *shape, list(x.shape)),
     )
-    y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, layout, bias, *shape, "none", [], "")
+    y: Tensor
+    if residual is None:
+        after = "relu" if relu else "none"
+        y = torch.ops.mkldnn._convolution_pointwise(x, layout, bias, *shape, after, [], "")
+    else:
+        y = torch.ops.mkldnn._convolution_pointwise.binary(
+            *(x, residual, layout, bias, *shape, "add", 1.0, "relu" if relu else None, [], None)
+        )
     return y
+
+
+def _dense_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    y = functional.conv2d(x, weight, bias, stride, padding, dilation)
+    y = y if residual is None else y + residual
+    return functional.relu(y) if relu else y
 
 
 register(
     "reordered_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
-    "int[] dilation) -> Tensor",
+    "int[] dilation, Tensor? residual=None, bool relu=False) -> Tensor",
     _run_conv2d,
-    fake=functional.conv2d,
-    dense=functional.conv2d,
+    fake=_dense_conv2d,
+    dense=_dense_conv2d,
 )
 
 
@@ -118,6 +142,8 @@ class ReorderedLinear(nn.Linear):
 class ReorderedConv2d(nn.Conv2d):
     """A convolution without groups whose weight oneDNN rearranges once, like `ReorderedLinear`.
 
+    It can also add a residual and apply ReLU.
+
     Args:
         layer: Layer to compute, padded with zeros by a number of pixels.
     """
@@ -127,12 +153,14 @@ class ReorderedConv2d(nn.Conv2d):
         channels = (layer.in_channels, layer.out_channels)
         super().__init__(*channels, *geometry, bias=False, device="meta")  # type: ignore[misc]
         self.weight, self.bias = layer.weight, layer.bias
+        self.relu = False
         self.train(layer.training)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as in torch
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:  # noqa: A002
         """Maps (images, inputs, rows, columns), or a single image, to the outputs."""
+        geometry = (self.stride, self.padding, self.dilation)
         y: Tensor = torch.ops.torchcram.reordered_conv2d(
-            input, self.weight, self.bias, self.stride, self.padding, self.dilation
+            input, self.weight, self.bias, *geometry, residual, self.relu
         )
         return y
 
