@@ -241,7 +241,7 @@ def _fused(
     }
     if len(possible) < 2:
         return next(iter(possible.values()), None)
-    return possible[fastest({way: partial(call, possible[way], example) for way in possible})]
+    return _fastest(possible, example)
 
 
 def _for_inputs(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Module | None:
@@ -270,9 +270,14 @@ def _for_images(graph: fx.GraphModule, example: Tensor, *, int8: bool) -> nn.Mod
     beside = BatchSplitter(graph, images, side_by_side=True)
     together = BatchSplitter(graph, images) if by_images else graph
     if not beside.images_side_by_side(example):
-        return _split(together)
+        return _with_inner_report(together)
     ways = {"together": together, "side by side": beside}
-    return _split(ways[fastest({way: partial(call, ways[way], example) for way in ways})])
+    return _with_inner_report(_fastest(ways, example))
+
+
+def _fastest(ways: Mapping[str, nn.Module], example: Inputs) -> nn.Module:
+    """Returns the model that takes the least time for the example."""
+    return ways[fastest({way: partial(call, model, example) for way, model in ways.items()})]
 
 
 def _exceeds_caches(graph: fx.GraphModule, example: Tensor) -> bool:
@@ -300,10 +305,10 @@ def _for_single_images(graph: fx.GraphModule, example: Tensor, *, int8: bool) ->
         torch.set_num_threads(threads)
     if single is None:
         return None
-    return _split(BatchSplitter(single, 1, side_by_side=True, thread_images=1))
+    return _with_inner_report(BatchSplitter(single, 1, side_by_side=True, thread_images=1))
 
 
-def _split(model: nn.Module) -> nn.Module:
+def _with_inner_report(model: nn.Module) -> nn.Module:
     """Returns a model in eval mode; a `BatchSplitter` gets the report of the model that it runs."""
     if isinstance(model, BatchSplitter):
         with_report(model, _in_splitter(report(model.model)))

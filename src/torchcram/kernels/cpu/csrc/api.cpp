@@ -297,8 +297,9 @@ TORCHCRAM_EXPORT int torchcram_pad(const float* x, int64_t planes, int64_t heigh
   return run_tasks(pad, &job, planes, threads);
 }
 
-// Max pooling of planes. The window is `sizes`: height, width, kernel, stride, padding and output, two
-// numbers each. Returns 0 and computes nothing if a window lies outside of the image.
+// Max pooling of planes. `sizes` holds the size of a plane, of a window, of its steps, of the
+// padding and of the output, rows before columns. Returns 0 and computes nothing if a window would
+// lie outside of the padded plane.
 TORCHCRAM_EXPORT int torchcram_max_pool(const float* x, int64_t planes, const int64_t* sizes,
                                         float* y, int threads) {
   const MaxPool job{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],

@@ -21,8 +21,8 @@ struct Segments {
   int64_t count = 0;
 
   Segments(const Convolution& c, int64_t first, int64_t outputs) {
-    const int64_t row = c.stride_h * c.width;         // from a row of outputs to the next one
-    const bool whole = row == c.out_w;                // rows of outputs follow each other
+    const int64_t row = c.stride_h * c.width;  // from the pixels of a row of outputs to the next
+    const bool whole = row == c.out_w;         // all outputs have neighbouring pixels
     for (int64_t done = 0; done < outputs;) {
       const int64_t output = first + done, left = outputs - done;
       const int64_t in_row = c.out_w - output % c.out_w;

@@ -33,8 +33,9 @@ void max_pool(const void* data, int64_t plane) {
       store(columns + i, v);
     }
     for (; i < p.width; ++i) {
-      columns[i] = x[first * p.width + i];
-      for (int64_t r = first + 1; r < last; ++r) columns[i] = larger(columns[i], x[r * p.width + i]);
+      float v = x[first * p.width + i];
+      for (int64_t r = first + 1; r < last; ++r) v = larger(v, x[r * p.width + i]);
+      columns[i] = v;
     }
     for (i = 0; i < used; i += kLanes) {
       Vector v = load(rows + i);
