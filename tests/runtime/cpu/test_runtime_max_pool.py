@@ -51,6 +51,8 @@ def test_no_image():
         (torch.randn(1, 2, 8, 8), ([2, 2], [2, 2], [2, 0]), "at most half"),
         (torch.randn(1, 2, 8, 8), ([9, 2], [2, 2], [0, 0]), "do not fit"),
         (torch.randn(1, 2, 8, 8), ([2, 2], [0, 2], [0, 0]), "must be in"),
+        (torch.randn(1, 2, 0, 8), ([2, 2], [1, 1], [1, 1]), "do not fit images of 0 x 8"),
+        (torch.randn(1, 2, 8, 0), ([2, 2], [1, 1], [1, 1]), "do not fit images of 8 x 0"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(x, window, message):

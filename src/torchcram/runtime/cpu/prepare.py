@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,19 +42,12 @@ from torchcram.runtime.outputs import output_error, outputs_close
 from torchcram.weights import layer_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
 _AS_EXACT, _ROUGH = 4, 0.01  # times the error of the dense model, which must be small itself
 _CACHE_BYTES = 2**24  # activations of this size do not stay in the caches
 _REPORT = "_torchcram_report"
-
-
-class Agrees(Protocol):
-    """Function that tells whether a model has the expected outputs for the example."""
-
-    def __call__(self, model: nn.Module, /, *, int8: bool) -> bool:
-        """Compares the outputs; those of 8 bits may differ more."""
 
 
 def prepare(
@@ -138,7 +131,8 @@ def _prepared(dense: nn.Module, example: Inputs, *, fuse: bool, int8: bool) -> n
             return False
         return output_error(exact(), actual) <= _AS_EXACT * output_error(exact(), expected) < _ROUGH
 
-    fused = _fused(dense, example, expected, agrees, int8=int8) if fuse else None
+    same = partial(agrees, int8=int8)
+    fused = _fused(dense, example, expected, same, int8=int8) if fuse else None
     if fused is not None and not _slower(dense, fused, example):
         return fused
     inputs = layer_inputs(dense, example)
@@ -209,7 +203,12 @@ def report(model: nn.Module) -> tuple[Choice, ...]:
 
 
 def _fused(
-    dense: nn.Module, example: Inputs, expected: object, agrees: Agrees, *, int8: bool
+    dense: nn.Module,
+    example: Inputs,
+    expected: object,
+    agrees: Callable[[nn.Module], bool],
+    *,
+    int8: bool,
 ) -> nn.Module | None:
     """Returns the fastest graph that has the outputs of `dense`, or None if there is none.
 
@@ -236,9 +235,7 @@ def _fused(
         if images is None
         else _for_images(graph, images, int8=int8)
     )
-    possible = {
-        way: model for way, model in ways.items() if model is not None and agrees(model, int8=int8)
-    }
+    possible = {way: model for way, model in ways.items() if model is not None and agrees(model)}
     if len(possible) < 2:
         return next(iter(possible.values()), None)
     return _fastest(possible, example)

@@ -23,10 +23,12 @@ def _max_pool2d(
     size = _output_size(x, kernel, stride, padding)
     x, y = x.contiguous(), x.new_empty(size)
     sizes = (*x.shape[2:], *kernel, *stride, *padding, *size[2:])
-    kernels().torchcram_max_pool(
+    computed = kernels().torchcram_max_pool(
         *(x.data_ptr(), size[0] * size[1], (ctypes.c_int64 * len(sizes))(*sizes), y.data_ptr()),
         torch.get_num_threads(),
     )
+    if not computed:
+        raise ValueError(f"the kernel cannot pool planes with these sizes: {sizes}")
     return y
 
 
@@ -53,7 +55,7 @@ def _output_size(
     if any(2 * pad > size for pad, size in zip(padding, kernel, strict=True)):
         raise ValueError(f"the padding must be at most half of the kernel size: {geometry}")
     rows, columns = geometry.output(*x.shape[2:])
-    if rows < 1 or columns < 1:
+    if min(rows, columns, *x.shape[2:]) < 1:  # a window needs a pixel, not padding alone
         raise ValueError(f"the windows do not fit images of {x.shape[2]} x {x.shape[3]}")
     return x.shape[0], x.shape[1], rows, columns
 
