@@ -186,6 +186,9 @@ def platon(model, base, data):
     averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     uncertainties = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for step, batch in enumerate(data):
+        if step in (2, 4, 6, 8, 10):
+            masks = top_k({n: averages[n] * uncertainties[n] for n in weights}, cubic(step))
+            masked(weights, masks)
         base.zero_grad()
         loss_on(model, batch).backward()
         for name, weight in weights.items():
@@ -193,8 +196,6 @@ def platon(model, base, data):
             averages[name] = 0.8 * averages[name] + 0.2 * sensitivity
             deviation = (sensitivity - averages[name]).abs()
             uncertainties[name] = 0.9 * uncertainties[name] + 0.1 * deviation
-        if step in (2, 4, 6, 8, 10):
-            masks = top_k({n: averages[n] * uncertainties[n] for n in weights}, cubic(step))
         base.step()
         if masks:
             masked(weights, masks)

@@ -113,6 +113,12 @@ class Baseline(Wrapper):
     def update_masks(self) -> None:
         """Selects new masks, if this step is one that does."""
 
+    def set_step_numbers_(self) -> None:
+        """Writes numbers that differ from step to step to tensors, where captured steps read them.
+
+        It may be called several times in a step, and has to write the same numbers every time.
+        """
+
     def move_(self) -> None:
         """Moves w to w~ = M * w, in place; only called where `moves` is True."""
         apply_masks_(self.weights, self.masks)
@@ -349,9 +355,12 @@ class Baseline(Wrapper):
         return [*self.masks.values(), *others]
 
     def _begin(self) -> None:
-        if not self._begun and not self._captured:
+        if self._captured:
+            return
+        if not self._begun:
             self.update_masks()
             self._begun = True
+        self.set_step_numbers_()
 
     def _count_step(self) -> None:
         if not self._captured:

@@ -51,8 +51,6 @@ class FrankWolfe(Baseline):
     averages = False
     """Whether m is the average of the gradients, with weights momentum^t, rather than the sum."""
 
-    capturable_steps = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -83,6 +81,8 @@ class FrankWolfe(Baseline):
             for name, weight in self.weights.items()
         }
         self._radii = {name: self._radius_of(weight) for name, weight in self.weights.items()}
+        # share of the gradient in an average
+        self._share = torch.ones((), device=next(iter(self.weights.values())).device)
 
     @abstractmethod
     def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
@@ -98,6 +98,10 @@ class FrankWolfe(Baseline):
         """Returns the number K of entries of a vertex that are not zero, at least 1."""
         return max(int(self.fraction * m.numel()), 1)
 
+    def set_step_numbers_(self) -> None:
+        """Sets the share of the gradient in an average; the first m is g."""
+        self._share.fill_(1 - self.momentum if self.steps else 1)
+
     def update_(self) -> None:
         """Steps `base` on the other parameters, then the weights towards their vertices."""
         with self._hidden_gradients():
@@ -108,9 +112,12 @@ class FrankWolfe(Baseline):
             for name, weight in self.weights.items()
             if weight.grad is not None and id(weight) in rates
         }
-        share = 1 - self.momentum if self.averages and self.steps else 1  # the first m is g
         for name, gradient in gradients.items():
-            self._momenta[name].mul_(self.momentum).add_(gradient, alpha=share)
+            m = self._momenta[name]
+            if self.averages:
+                m.lerp_(gradient, self._share.to(m.dtype))
+            else:
+                m.mul_(self.momentum).add_(gradient)
         momenta = [self._momenta[name] for name in gradients]
         masks = keep_largest_each(momenta, [self.count(m) for m in momenta])
         for name, mask in zip(gradients, masks, strict=True):

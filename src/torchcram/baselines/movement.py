@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import torch
 
 from torchcram.baselines.scheduled import Scheduled
 from torchcram.baselines.scores import as_magnitudes, per_weight
@@ -107,8 +110,6 @@ class SoftMovement(Movement):
         ValueError: If an argument is out of range.
     """
 
-    capturable_steps = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -129,6 +130,8 @@ class SoftMovement(Movement):
             model, base, operator, schedule=schedule, score_lr=score_lr, weights=weights
         )
         self.penalty, self.threshold = penalty, threshold
+        # factor of the gradient of the penalty
+        self._pull = torch.zeros((), device=next(iter(self._scores.values())).device)
 
     @property
     def growth(self) -> float:
@@ -137,14 +140,24 @@ class SoftMovement(Movement):
 
     def update_masks(self) -> None:
         """Marks what the threshold keeps: M = sigmoid(S) > threshold."""
-        threshold = self.threshold * self.growth
-        self.set_masks({name: s.sigmoid() > threshold for name, s in self._scores.items()})
+        threshold = _logit(self.threshold * self.growth)  # of S itself
+        for name, score in self._scores.items():
+            torch.gt(score, threshold, out=self.masks[name])
+
+    def set_step_numbers_(self) -> None:
+        """Sets the factor of the gradient of the penalty, which grows."""
+        count = sum(weight.numel() for weight in self.weights.values())
+        self._pull.fill_(self.penalty * self.growth / count)
 
     def combine_(self) -> None:
         """Adds the gradient of the penalty to that of S."""
         super().combine_()
-        count = sum(weight.numel() for weight in self.weights.values())
         for score in self._scores.values():
             share = score.sigmoid()
-            pull = share * (1 - share) * (self.penalty * self.growth / count)
+            pull = share * (1 - share) * self._pull
             score.grad = pull if score.grad is None else score.grad.add_(pull)
+
+
+def _logit(p: float) -> float:
+    """Returns the number whose sigmoid is p."""
+    return math.log(p / (1 - p)) if p > 0 else -math.inf

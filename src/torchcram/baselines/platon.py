@@ -30,7 +30,8 @@ class PLATON(Scheduled):
     Zhang et al., "PLATON: pruning large transformer models with upper confidence bound of weight
     importance", ICML 2022. Averages begin at zero. The gradient is dense, so that a pruned weight
     whose score is still high enough comes back with its next step. M is selected anew every few
-    steps, also after the end of the schedule, and applied after every step.
+    steps, also after the end of the schedule, from the averages over the steps before, and applied
+    after every step. The first step has no averages to select by, so that M = 1.
 
     Args:
         model: Model to train.
@@ -44,8 +45,6 @@ class PLATON(Scheduled):
     Raises:
         ValueError: If a decay is not in [0, 1).
     """
-
-    capturable_steps = False
 
     def __init__(
         self,
@@ -75,8 +74,17 @@ class PLATON(Scheduled):
         products = {n: average * self._uncertainty[n] for n, average in self._sensitivity.items()}
         return like(self.weights, products)
 
+    def update_masks(self) -> None:
+        """Selects M by the averages so far, if the schedule says so, and prunes."""
+        due = self.schedule.is_due(self.steps, after_end=True)
+        if self.steps == 1:  # makes up for the first step
+            due = due or self.schedule.is_due(0)
+        if due and self.steps > 0:
+            self.set_masks(self.select())
+            apply_masks_(self.weights, self.masks)
+
     def combine_(self) -> None:
-        """Updates the averages and, if the schedule says so, M; the gradient stays dense."""
+        """Updates the averages; the gradient stays dense."""
         for name, average in self._sensitivity.items():
             weight = self.weights[name]
             if weight.grad is None:
@@ -85,8 +93,6 @@ class PLATON(Scheduled):
             average.lerp_(sensitivity, 1 - self.beta1)
             deviation = sensitivity.sub_(average).abs_()
             self._uncertainty[name].lerp_(deviation, 1 - self.beta2)
-        if self.schedule.is_due(self.steps, after_end=True):
-            self.set_masks(self.select())
 
     def project_(self) -> None:
         """Prunes what the step has changed."""
