@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ class Panel:
         title: Model and dataset in words.
         metric: Name of the test score.
         targets: Targets, in the order in which they are served.
-        for_all: Recipes of which one training serves all targets, by their styles. Each may also be
-            fine-tuned for each target.
+        for_all: Recipes of which one training serves all targets, by their styles.
         per_target: Methods with one training for each target, which are the names of their styles.
+            The models of both may also be fine-tuned for each target.
     """
 
     title: str
@@ -59,13 +59,24 @@ class Panel:
         """Sparsities of the targets in percent."""
         return [f"{100 * (summary.sparsity(target) or 0):.4g}" for target in self.targets]
 
-    def trainings(self) -> Iterator[tuple[str, str | None, list[str]]]:
-        """Yields methods with the training for all targets and the trainings for each of them."""
+    def trainings(self) -> Iterator[tuple[str, str | None, list[tuple[str, ...]]]]:
+        """Yields methods with the training for all targets and the further ones for each of them.
+
+        Of the trainings for a target, the last one gives the score.
+        """
         for method, recipe in self.for_all.items():
             yield method, recipe, []
-            yield method + TUNED, recipe, [recipe + FINETUNE + slug(at) for at in self.targets]
+            yield method + TUNED, recipe, [(tuned(recipe, at),) for at in self.targets]
         for method in self.per_target:
-            yield method, None, [f"{method}-k{level}" for level in self.levels]
+            each = [f"{method}-k{level}" for level in self.levels]
+            yield method, None, [(recipe,) for recipe in each]
+            pairs = zip(each, self.targets, strict=True)
+            yield method + TUNED, None, [(recipe, tuned(recipe, at)) for recipe, at in pairs]
+
+
+def tuned(recipe: str, at: str) -> str:
+    """Returns the name of the result of fine-tuning at a target."""
+    return recipe + FINETUNE + slug(at)
 
 
 PANELS = {
@@ -151,7 +162,7 @@ def _needed(panel: str, curves: Mapping[str, Curve]) -> dict[str, list[str]]:
         if method.startswith(OURS) and shared and not each:
             ours[method] = f"{shared}.json"
         elif each and not method.startswith(OURS):
-            others[method] = f"{each[0]}.json"
+            others[method] = f"{each[0][-1]}.json"
     known = {method for method, curve in curves.items() if curve.passes}
     return {what: list(files.values()) for what, files in first.items() if not known & files.keys()}
 
@@ -162,7 +173,7 @@ def _read_panel(panel: str, results: Path) -> dict[str, Curve]:
     for method, shared, each in PANELS[panel].trainings():
         known = {
             name: read_result(path)
-            for name in [*([shared] if shared else []), *each]
+            for name in [*([shared] if shared else []), *chain.from_iterable(each)]
             if (path := results / panel / f"{name}.json").exists()
         }
         if shared is None or shared in known:
@@ -173,22 +184,26 @@ def _read_panel(panel: str, results: Path) -> dict[str, Curve]:
 
 
 def _curve(
-    targets: tuple[str, ...], known: Mapping[str, Result], shared: str | None, each: list[str]
+    targets: tuple[str, ...],
+    known: Mapping[str, Result],
+    shared: str | None,
+    each: list[tuple[str, ...]],
 ) -> Curve:
     """Returns the curve of a method from its results by name."""
     start = 0.0 if shared is None else _cost(known[shared]).passes
-    own = [known.get(name) for name in each] or [known[shared or ""]] * len(targets)
+    own = [known[names[-1]] if known.keys() >= set(names) else None for names in each]
+    own = own or [known[shared or ""]] * len(targets)
     scores = {
         target: score
         for target, result in zip(targets, own, strict=True)
         if result is not None and (score := _score(result, target)) is not None
     }
     served = list(takewhile(scores.__contains__, targets))
-    further = [_cost(known[name]) for name in each[: len(served)]]
-    passes = [cost.passes for cost in further] if each else [0.0] * len(served)
+    further = [[_cost(known[name]) for name in names] for names in each[: len(served)]]
+    passes = [sum(cost.passes for cost in costs) for costs in further] or [0.0] * len(served)
     return Curve(
         passes=[summary.rounded(start + total) for total in accumulate(passes)],
-        at_most=any(cost.at_most for cost in further),
+        at_most=any(cost.at_most for costs in further for cost in costs),
         scores=scores,
         seeds=sorted({len(result.seeds) for result in known.values()}),
     )

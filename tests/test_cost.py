@@ -86,8 +86,21 @@ def test_fine_tuning_adds_its_passes_to_those_of_the_training(write, tmp_path):
     assert read(tmp_path).keys() == curves.keys()
 
 
-def test_fine_tuning_alone_is_not_a_whole_training(write, tmp_path):
-    write(f"{RESNET}/sgd", 0.9, at="global:0.5")
+def test_fine_tuning_of_models_for_single_targets_adds_its_passes_to_each(write, tmp_path):
+    for level, at in zip((50, 70, 80), TARGETS, strict=False):
+        write(f"{RESNET}/dpf-k{level}", 0.8)
+        if level < 80:
+            write(f"{RESNET}/dpf-k{level}", 0.85, at=at)
+    curves = COST["_read_panel"](RESNET, tmp_path)
+    assert curves["dpf"].passes == [200, 400, 600]
+    assert curves["dpf-finetune"].passes == [220, 440]
+    assert curves["dpf-finetune"].scores == {"global:0.5": (85, 0), "global:0.7": (85, 0)}
+    assert "| DPF, fine-tuned | 220 | 440 |" in COST["table"](RESNET, curves)
+
+
+@pytest.mark.parametrize("method", ["sgd", "dpf-k50"])
+def test_fine_tuning_alone_is_not_a_whole_training(write, tmp_path, method):
+    write(f"{RESNET}/{method}", 0.9, at="global:0.5")
     assert COST["_read_panel"](RESNET, tmp_path) == {}
 
 
@@ -140,8 +153,9 @@ def everything(write):
                 for at, score in zip(settings.targets, scores, strict=False):
                     write(f"{panel}/{shared}", score, at=at)
             else:
-                for level, score in zip(settings.levels, scores, strict=False):
-                    write(f"{panel}/{method}-k{level}", score)
+                targets = settings.targets if method.endswith(COST["TUNED"]) else [None] * 2
+                for (recipe, *_), at, score in zip(each, targets, scores, strict=False):
+                    write(f"{panel}/{recipe}", score, at=at)
 
 
 def test_the_picture_carries_its_numbers_and_the_page_gets_it(write, tmp_path):
@@ -152,7 +166,7 @@ def test_the_picture_carries_its_numbers_and_the_page_gets_it(write, tmp_path):
     image = Image.open(picture)
     shown = json.loads(image.text["Description"])
     assert shown == plain(COST["read_curves"](tmp_path))
-    assert [len(curves) for curves in shown.values()] == [4 + 4 + 4, 3 + 3 + 6]
+    assert [len(curves) for curves in shown.values()] == [4 + 4 + 4 + 4, 3 + 3 + 6 + 6]
     assert shown[RESNET]["str"]["passes"] == [200, 400]
     assert shown[SQUAD]["l0"]["passes"] == [16, 32]
     assert image.width > 1000
