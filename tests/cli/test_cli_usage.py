@@ -13,6 +13,7 @@ from commands import SGD, command, fail
         (["train", SGD, "--nothing"], "No such option: --nothing"),
         (["train", SGD, "--seed", "many"], "Invalid value for '--seed'"),
         (["train", SGD, "--seed", -1], "Invalid value for '--seed'"),
+        (["train", SGD, "--progress", "dots"], "for '--progress': 'dots' is not one of 'auto', 'json'"),
         (["list", "colours"], "colours"),
         (["list", "recipes", "cifar10", "resnet20"], "unexpected extra argument"),
         (["report"], "Missing argument 'RUN"),

@@ -64,6 +64,7 @@ def usage_in_a_line() -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
             raise
         message = " ".join(error.format_message().split()).removesuffix(".")
+        message = message.replace("Value error, ", "")  # newer versions of typer prepend it
         if isinstance(error, _ClickUsageError) and error.ctx is not None:
             message += f"; see {error.ctx.command_path} --help"
         _print_error(message)
