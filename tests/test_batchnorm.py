@@ -92,6 +92,12 @@ def test_kinds_of_batches(wrap):
     assert same(snapshot(model), snapshot(other))
 
 
+def test_a_tensor_is_no_iterable_of_batches():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"batches is a tensor; allowed: .* \[tensor\]"):
+        tune_batchnorm_(model, torch.randn(8, 4))
+
+
 def test_an_empty_loader_is_an_error_and_changes_nothing():
     model = ConvNet()
     model(images()[0])

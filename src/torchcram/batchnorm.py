@@ -96,6 +96,8 @@ def tune_batchnorm_(
     ]
     if not layers:
         return
+    if isinstance(batches, torch.Tensor):
+        raise ValueError("batches is a tensor; allowed: an iterable of batches, such as [tensor]")
     iterator = iter(batches)
     try:
         first = next(iterator)

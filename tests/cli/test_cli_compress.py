@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from commands import SGD, command, fail, succeed
 from kills import full_disk, needs_limits
 
 from torchcram import artifact
-from torchcram.experiments.evaluation.results import read_result
+from torchcram.experiments.evaluation.results import read_result, write_result
 
 
 def test_compress_shows_and_writes_what_was_asked_for(run):
@@ -34,6 +35,19 @@ def test_without_targets_the_result_of_the_run_is_made_again(run):
     (run / "result.json").unlink()
     succeed("compress", run)
     assert read_result(run / "result.json") == before
+
+
+def test_results_of_another_training_are_not_lost(run):
+    succeed("compress", run, "--to", "global:0.9", "--results", "all")
+    path = Path("all/digits/convnet-digits/sgd.json")
+    succeed("compress", run, "--to", "int4", "--results", "all")
+    (seed,) = read_result(path).seeds
+    assert [target.operator for target in seed.targets] == ["global:0.9", "int4"]
+    other = replace(read_result(path), seeds=(replace(seed, seconds=seed.seconds + 1),))
+    write_result(other, path)
+    line = fail("compress", run, "--to", "nm:2:4", "--results", "all")
+    assert "with seed 0 are those of another training" in line
+    assert read_result(path) == other
 
 
 def test_evaluate_tests_the_model_or_a_file(run):

@@ -64,7 +64,7 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
             "{name: dpf, target: global:0.9, args: {end: 5 epochs}}",
             (
                 "the schedule ends at step 110, and the training has only 44 steps: the end must "
-                "be at most 43; allowed: values that dpf takes, with times within 2 epochs of 22 st"
+                "be at most 43; allowed: times within 2 epochs of 22 steps"
             ),
         ),
         (
@@ -78,6 +78,14 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
         (
             "{name: dpf, target: nm:2:4, args: {end: 5}}",
             "method.target is nm:2:4: nm:2:4 has no single sparsity that could grow by a schedule",
+        ),
+        (
+            "{name: dpf, target: int4, args: {end: 5}}",
+            "cannot take int4; allowed are operators with a single sparsity, such as global:0.9",
+        ),
+        (
+            "{name: dpf, target: global:0.9}",
+            "args.end is missing; dpf needs it; allowed: a number of steps, of epochs as in",
         ),
         (
             "{name: sr-ste, target: int4}",

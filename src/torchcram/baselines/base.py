@@ -66,6 +66,9 @@ class Baseline(Wrapper):
     moves = False
     """Whether the method computes gradients at another point than w."""
 
+    allowed_targets = "operators that prune, such as global:0.9, uniform:0.9 and nm:2:4"
+    """Operators that the method can reach, for messages."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -106,7 +109,7 @@ class Baseline(Wrapper):
         if not isinstance(operator, Sparsifier) or operator.is_range:
             raise ValueError(
                 f"{cls.__name__} prunes to one target and cannot take {operator}; allowed are "
-                "operators that prune, such as global:0.9, uniform:0.9 and nm:2:4"
+                f"{cls.allowed_targets}"
             )
         return operator
 

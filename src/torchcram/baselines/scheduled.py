@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Growing(Baseline):
     """Base class of methods whose sparsity grows up to that of the target."""
 
+    allowed_targets = "operators with a single sparsity, such as global:0.9 and uniform:0.9"
+
     @classmethod
     def check_operator(cls, operator: Operator) -> Sparsifier:
         """Returns the target if its sparsity can grow.

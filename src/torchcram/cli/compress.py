@@ -76,6 +76,7 @@ def compress(
             add_to_results,
             check_results,
             measure,
+            require_same_training,
         )
         from torchcram.experiments.training.trainer import load_trained
         from torchcram.report.results_table import result_table
@@ -89,6 +90,7 @@ def compress(
             recipe = replace(recipe, compress=changed)
         if results is not None:
             check_results(results, trained.recipe, trained.info.seed)
+            require_same_training(results, trained)
         dataset = load(recipe, data, download=download)
         with result_output(json) as write:
             with watching() as watch:

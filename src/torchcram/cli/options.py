@@ -196,11 +196,14 @@ def check_sets(sets: Sequence[str] | None) -> None:
 
 def check_targets(targets: Sequence[str] | None) -> None:
     """Raises UsageError for operators that a model cannot be compressed to."""
+    from torchcram.experiments.io.dataclass_io import BadValue
     from torchcram.experiments.recipe import CompressConfig
 
-    with usage():
+    try:
         if targets:
             CompressConfig(to=tuple(targets))
+    except BadValue as error:
+        raise UsageError(f"--to {error.problem}; allowed: {error.allowed}") from None
 
 
 def step_maker(eager: bool, compiled: bool = False) -> MakeStep:

@@ -139,6 +139,8 @@ def train_in_turn(
     results = []
     if ranks.is_first and ranks.world_size > 1 and device.type == "cuda" and not options.eager:
         say("several processes take eager steps, without CUDA graphs")
+    if options.compiled and device.type == "cpu":
+        say("--compile has no effect on a CPU")
     for training in trainings:
         results.append(_train(training, options, style, device=device, ranks=ranks))
         if shows:

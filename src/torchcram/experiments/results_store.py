@@ -152,6 +152,22 @@ def check_results(folder: Path, recipe: Recipe, seed: int) -> None:
         merge_seed(earlier, recipe, replace(earlier.seeds[0], seed=seed))
 
 
+def require_same_training(folder: Path, trained: Trained) -> None:
+    """Raises ValueError if a folder of results has another training with the same seed.
+
+    Further targets can be added to the results of the same training only.
+    """
+    earlier, seed = _earlier(folder, trained.recipe), trained.info.seed
+    ours = (trained.finished.accuracy, trained.finished.seconds)
+    for other in () if earlier is None else earlier.seeds:
+        if other.seed == seed and (other.dense, other.seconds) != ours:
+            raise ValueError(
+                f"{folder}: its results of {trained.recipe.name} with seed {seed} are those of "
+                f"another training (dense {100 * other.dense:.2f}, here {100 * ours[0]:.2f}) and "
+                "would be lost; allowed: results of this training, or another folder"
+            )
+
+
 def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:
     """Adds a seed to `<task>/<model>/<method>.json`; several processes take turns.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from torchcram.optim.rules import RULES, UpdateRule
+from torchcram.optim.rules import UpdateRule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,8 +78,10 @@ def check_ascent(
 def check_rule(rule: object) -> None:
     """Raises ValueError unless `rule` is an update rule."""
     if not isinstance(rule, UpdateRule):
-        names = ", ".join(RULES)
-        raise ValueError(f"rule={rule!r} is not an UpdateRule; torchcram has {names}")
+        raise ValueError(
+            f"rule={rule!r} is not an UpdateRule; allowed: torchcram.CRAM_PLUS, CRAM, SAM, C_SAM, "
+            "TOPK and TOPK_PLUS, or an UpdateRule of your own"
+        )
 
 
 def check_still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> None:

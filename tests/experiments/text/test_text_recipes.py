@@ -89,7 +89,7 @@ def test_what_there_is_of_glue():
         ("text.words=3", "text.words is no known key"),
         ("model.freeze=(", "model.freeze is '('"),
         ("compress.only='['", "compress.only is '['"),
-        ("compress.watch=uniform:2", "compress.watch is no operator"),
+        ("compress.watch=uniform:2", "compress.watch is 'uniform:2': "),
         ("compress.watch=uniform:0.1-0.5", "allowed: one sparsity, or null"),
         ("model.name=minilm", "model.name is 'minilm' (did you mean 'minilm-l6'?)"),
     ],

@@ -36,9 +36,11 @@ def read_operator(
     try:
         return read(text)
     except ValueError as error:
-        problem = str(error).partition("; allowed: ")[0]
+        problem, _, own = str(error).removeprefix(f"operator {text!r}: ").partition("; allowed")
         also = f"; {pruner_syntax()}" if read is parse_pruner else ""
-        raise BadValue(key, f"is no {problem}", operator_syntax() + also) from None
+        # what an operator allows itself is more to the point than all operators that there are
+        allowed = own.removeprefix(" are ") if own.startswith(" are ") else operator_syntax() + also
+        raise BadValue(key, f"is {text!r}: {problem}", allowed) from None
 
 
 def require_torch_name(

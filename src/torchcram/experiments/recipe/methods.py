@@ -60,7 +60,8 @@ class MethodConfig:
             pass
         for name in method.required:
             if name not in args:
-                raise BadValue(f"args.{name}", "is missing", f"a value, for {self.name}")
+                allowed = TIME if name in method.times else "a value"
+                raise BadValue(f"args.{name}", f"is missing; {self.name} needs it", allowed)
         for name in method.times:
             if name in args:
                 read_time(f"args.{name}", args[name], epochs=1, steps_per_epoch=1)
@@ -121,11 +122,9 @@ class MethodConfig:
             )
             optimizer.check_length(epochs * steps_per_epoch)
         except ValueError as error:
-            allowed = (
-                f"values that {self.name} takes, with times within {epochs} epochs of "
-                f"{steps_per_epoch} steps"
-            )
-            raise BadValue("method.args", f"is {self.args or {}}: {error}", allowed) from None
+            allowed = f"times within {epochs} epochs of {steps_per_epoch} steps"
+            given = ", ".join(f"{name}: {value}" for name, value in (self.args or {}).items())
+            raise BadValue("method.args", f"is {{{given}}}: {error}", allowed) from None
         return optimizer
 
 

@@ -582,14 +582,19 @@ class Epochs:
         """
         step = self._step  # the time that it takes to make it is not that of the epoch
         begin = time.perf_counter()
-        lr = self._train(step, epoch)
-        loss, compressed_loss = self._losses(step)
-        trained = time.perf_counter()
-        if not math.isfinite(loss) or not math.isfinite(compressed_loss or 0):
+        try:
+            lr = self._train(step, epoch)
+            loss, compressed_loss = self._losses(step)
+            if not math.isfinite(loss) or not math.isfinite(compressed_loss or 0):
+                raise FloatingPointError(
+                    f"the training loss is {loss} at w, {compressed_loss} at w~"
+                )
+        except FloatingPointError as error:
             raise FloatingPointError(
-                f"epoch {epoch + 1}: the training loss is {loss} at w, {compressed_loss} at w~; "
-                "a smaller learning rate or rho may help"
-            )
+                f"epoch {epoch + 1}: {error}; a smaller learning rate or rho may help, in a new "
+                f"folder: {self._trainer.folder} continues from its last checkpoint"
+            ) from error
+        trained = time.perf_counter()
         average_statistics_(self._model, self._ranks)
         if self._average is not None:
             average_statistics_(self._average.module, self._ranks)
