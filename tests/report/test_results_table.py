@@ -35,6 +35,14 @@ def cells_of(lines, first):
     return [cell.strip() for cell in line.split("│")[1:-1]]
 
 
+def test_a_model_that_was_trained_sparse_is_compared_with_itself():
+    trained = replace(sgd(), recipe={"method": {"name": "dpf", "target": "global:0.9"}})
+    shown = " ".join("".join(lines_of(result_table(trained), width=200)).split())
+    assert "as trained" in shown
+    assert "vs trained: BNT - trained" in shown
+    assert "dense" not in shown
+
+
 def test_the_terminal_shows_one_seed_plainly():
     lines = lines_of(result_table(sgd()))
     assert max(map(len, lines)) <= 80

@@ -20,9 +20,9 @@ from torchcram.report.summary import (
     score_text,
 )
 
-_BNT = "BNT: batch-norm statistics re-estimated; vs dense: BNT - dense"
-_CHANGE = "vs dense: change in points"
-_RATIO = "vs dense: ratio, less is better"
+_BNT = "BNT: batch-norm statistics re-estimated; vs {0}: BNT - {0}"
+_CHANGE = "vs {0}: change in points"
+_RATIO = "vs {0}: ratio, less is better"
 
 
 def result_table(result: Result) -> Table:
@@ -34,11 +34,13 @@ def result_table(result: Result) -> Table:
         how = f"trained for {target}"
         if summary.transferred_from(result) is not None:
             how = f"zeros of {target} held"
+    reference = "dense" if summary.trained_for(result) is None else "trained"
+    change = _BNT if tuned else _RATIO if less_is_better(result.metric) else _CHANGE
     # as Text, for which brackets are no markup
     table = Table(
         title=Text(f"{name}: test {in_percent(result.metric)} on {result.data}, {how}"),
         caption="sparsity in % of the compressible weights and of all parameters; "
-        + (_BNT if tuned else _RATIO if less_is_better(result.metric) else _CHANGE)
+        + change.format(reference)
         + (f"; ± over {over}" if over else "")
         + _length(result),
     )
@@ -48,12 +50,12 @@ def result_table(result: Result) -> Table:
     others = list(dict.fromkeys(name for metrics in measured for name in metrics or ()))
     scores = ("as is", "BNT") if tuned else (result.metric,)
     timed = any(target.seconds is not None for target in targets)
-    for column in ("sparsity", "of all", *scores, "vs dense", *others, *["seconds"] * timed):
+    for column in ("sparsity", "of all", *scores, f"vs {reference}", *others, *["seconds"] * timed):
         table.add_column(column, justify="right", no_wrap=True)
     blank = [""] * (len(scores) - 1)
     dense_others = [_mean_of(name, [seed.others for seed in result.seeds]) for name in others]
     dense = str(summary.dense(result))
-    form = "dense" if summary.trained_for(result) is None else "as trained"
+    form = "as trained" if reference == "trained" else reference
     table.add_row(form, "", "", dense, *blank, "", *dense_others, end_section=True)
     for operator, row in summary.summaries(result).items():
         own = [target for target in targets if target.operator == operator]

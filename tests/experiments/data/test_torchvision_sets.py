@@ -1,5 +1,6 @@
 import zlib
 from types import SimpleNamespace
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -137,10 +138,10 @@ def test_incomplete_files_are_named(tmp_path):
 
 def test_a_failed_download_is_named(tmp_path, monkeypatch):
     def offline(*_args, **_kwargs):
-        raise OSError("no network")
+        raise URLError("no network")
 
     monkeypatch.setattr(datasets, "CIFAR100", offline)
-    with pytest.raises(ValueError, match=r"'cifar100' cannot be read from .*: no network"):
+    with pytest.raises(ValueError, match=r"'cifar100' cannot be downloaded to .*no network"):
         load_data(Choice("cifar100"), tmp_path, download=True)
     assert not list(tmp_path.iterdir())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import torch
 
@@ -158,7 +159,8 @@ def _open(name: str, root: Path, arguments: Arguments, download: bool) -> Any:  
     try:
         return loader(str(root), **arguments, download=download)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"dataset {name!r} cannot be read from {root}: {error}") from error
+        failed = f"downloaded to {root}" if isinstance(error, URLError) else f"read from {root}"
+        raise ValueError(f"dataset {name!r} cannot be {failed}: {error}") from error
 
 
 def _encoded_images(name: str, dataset: Any) -> EncodedImages:  # noqa: ANN401
