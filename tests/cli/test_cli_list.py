@@ -8,6 +8,7 @@ from torchcram.cli.listing import OPERATORS
 from torchcram.experiments.data.images import dataset_names
 from torchcram.experiments.models import model_names
 from torchcram.experiments.recipe import recipe_names
+from torchcram.experiments.recipe.keys import recipe_keys
 from torchcram.pruners import parse_pruner
 from torchcram.pruners.parse import KINDS
 
@@ -20,6 +21,7 @@ from torchcram.pruners.parse import KINDS
         ("datasets", dataset_names()),
         ("operators", [name for name, _, _ in OPERATORS]),
         ("methods", ["cram", *METHODS]),
+        ("keys", [key.name for key in recipe_keys()]),
     ],
 )
 def test_all_names_are_listed_in_whole(what, names):

@@ -70,6 +70,7 @@ class What(str, Enum):
     operators = "operators"
     tasks = "tasks"
     methods = "methods"
+    keys = "keys"
 
 
 @app.command("list")
@@ -81,7 +82,7 @@ def list_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the available recipes, models, datasets, operators, tasks or methods."""
+    """List the available recipes, models, datasets, operators, tasks, methods or recipe keys."""
     with errors_in_a_line():
         columns, rows = {
             What.recipes: _recipes,
@@ -90,6 +91,7 @@ def list_(
             What.operators: _operators,
             What.tasks: _tasks,
             What.methods: _methods,
+            What.keys: _keys,
         }[what]((text or "").lower())
         if not rows:
             raise ValueError(f"no {what.value} with {text!r} in their names")
@@ -178,6 +180,13 @@ def _methods(text: str) -> Listing:
         if method is not None:
             rows.append((name, ", ".join(method.arguments), method.summary))
     return ("method", "arguments", "what it does"), _with(rows, text)
+
+
+def _keys(text: str) -> Listing:
+    from torchcram.experiments.recipe.keys import recipe_keys
+
+    rows: list[Row] = [(key.name, key.default, key.meaning) for key in recipe_keys()]
+    return ("key", "default", "what it is"), _with(rows, text)
 
 
 def _registered() -> Iterator[tuple[str, str, str]]:
