@@ -219,7 +219,9 @@ def _cost(result: Result) -> summary.Cost:
 def _score(result: Result, target: str) -> tuple[float, float] | None:
     """Returns the score at a target: as trained where it was trained for it, as in all tables."""
     rows = summary.summaries(result)
-    if target == summary.trained_for(result):
+    trained = summary.trained_for(result)
+    # a method may need another pattern of the same sparsity
+    if trained is not None and summary.sparsity(trained) == summary.sparsity(target):
         score = summary.dense(result)
     elif target in rows:
         score = rows[target].after

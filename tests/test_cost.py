@@ -115,6 +115,13 @@ def test_early_stopping_of_older_results_is_at_most(write, tmp_path):
     assert RESNET not in COST["read_curves"](tmp_path)
 
 
+def test_a_model_that_was_trained_for_another_pattern_counts_by_its_sparsity(write, tmp_path):
+    write(f"{SQUAD}/cram-plus-multi-long", 0.8)
+    write(f"{SQUAD}/l0-k50", 0.7)
+    assert load_recipe(f"{SQUAD}/l0-k50").method.target == "global:0.5"
+    assert read(tmp_path, SQUAD)["l0"].scores == {"uniform:0.5": (70.5, 0)}
+
+
 def test_epochs_have_to_be_known(write, tmp_path):
     result = write(f"{RESNET}/sgd", 0.9)
     unknown = replace(result, recipe={**result.recipe, "train": {}})

@@ -30,6 +30,9 @@ from torchcram.experiments.training.steps import EagerStep
 from torchcram.experiments.training.trainer import load_trained
 from torchcram.experiments.training.weight_average import WeightAverage
 
+# gates have no time to close here
+pytestmark = pytest.mark.filterwarnings("ignore:.*training reached a sparsity")
+
 RANKS, STEPS = 2, 5
 
 

@@ -46,10 +46,28 @@ def data():
     return digits()
 
 
+@pytest.mark.parametrize(
+    ("initial", "said"),
+    [
+        (-1.0, "of 9.*% instead of 90.0%; the difference was brought back at the end"),
+        (-9.0, "of 0.*% instead of 90.0%; the difference was pruned at the end"),
+    ],
+)
+def test_a_sparsity_that_training_did_not_reach_is_named(initial, said, tmp_path, data):
+    with pytest.warns(UserWarning, match=f"convnet-digits/sgd: training reached a sparsity {said}"):
+        run(tmp_path, with_method("str", initial=initial), data)
+
+
+@pytest.mark.parametrize("name", ["dpf", "sfw"])
+def test_methods_that_reach_the_target_or_train_for_all_are_silent(name, tmp_path, data):
+    run(tmp_path, with_method(name), data)
+
+
 def test_every_method_is_tested():
     assert ARGS.keys() == METHODS.keys()
 
 
+@pytest.mark.filterwarnings("ignore:.*training reached a sparsity")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_training_ends_at_exactly_the_target_wherever_it_was_stopped(name, tmp_path, data):
     given = with_method(name, "uniform:0.7")

@@ -32,7 +32,8 @@ class ACDC(HeldMask):
         operator: Target, such as "global:0.9".
         warmup: Number of steps of the first dense phase.
         period: Number of steps of every later phase.
-        end: Step at which the last compressed phase begins; it lasts until the end.
+        end: Step from which on the weights are compressed, until the end of the training. If it
+            lies in a compressed phase, that phase is the last one.
         weights: Weights to prune; by default all `compressible_weights(model)`.
 
     Raises:
@@ -60,7 +61,7 @@ class ACDC(HeldMask):
         self.warmup, self.period, self.end = warmup, period, end
 
     def check_length(self, steps: int) -> None:
-        """Raises ValueError if the last compressed phase begins after the training."""
+        """Raises ValueError if the training would end before the last compressed phase."""
         if self.end >= steps:
             raise ValueError(
                 f"the last compressed phase begins at step {self.end}, and the training has only "

@@ -24,7 +24,7 @@ from torchcram.optim.step_state import Backup, UndoStack
 from torchcram.optim.wrapper import Wrapper
 from torchcram.sharding import ShardContext, local
 from torchcram.trained import mark_trained
-from torchcram.weights import apply_masks_, weights_in, zero_unmasked_
+from torchcram.weights import apply_masks_, sparsity, weights_in, zero_unmasked_
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -65,6 +65,9 @@ class Baseline(Wrapper):
 
     moves = False
     """Whether the method computes gradients at another point than w."""
+
+    trains_to_target = True
+    """Whether training itself leads to the sparsity of the target, and `finish` prunes the rest."""
 
     allowed_targets = "operators that prune, such as global:0.9, uniform:0.9 and nm:2:4"
     """Operators that the method can reach, for messages."""
@@ -269,6 +272,14 @@ class Baseline(Wrapper):
             return
         with self._at(self.test_point_):
             yield
+
+    def reached_sparsity(self) -> float:
+        """Returns the fraction of zeros at the point that the model is tested at.
+
+        Before `finish`, that is what the schedule, the thresholds or the gates have led to.
+        """
+        with self.pruned():
+            return sparsity(self.weights)
 
     @contextmanager
     def _at(self, move_: Callable[[], None]) -> Iterator[None]:

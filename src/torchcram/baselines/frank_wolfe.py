@@ -48,6 +48,7 @@ class FrankWolfe(Baseline):
     radius: float
     momentum: float
     lr_scale: float
+    trains_to_target = False
     averages = False
     """Whether m is the average of the gradients, with weights momentum^t, rather than the sum."""
 

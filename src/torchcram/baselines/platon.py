@@ -31,7 +31,8 @@ class PLATON(Scheduled):
     importance", ICML 2022. Averages begin at zero. The gradient is dense, so that a pruned weight
     whose score is still high enough comes back with its next step. M is selected anew every few
     steps, also after the end of the schedule, from the averages over the steps before, and applied
-    after every step. The first step has no averages to select by, so that M = 1.
+    after every step. The first step has no averages to select by, so that M = 1. The released code
+    averages I over windows of ten steps before it updates I_avg; here every step does.
 
     Args:
         model: Model to train.

@@ -121,7 +121,7 @@ class MethodConfig:
                 model, base, self.target, arguments=args, weights=weights, seed=seed
             )
             optimizer.check_length(epochs * steps_per_epoch)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             allowed = f"times within {epochs} epochs of {steps_per_epoch} steps"
             given = ", ".join(f"{name}: {value}" for name, value in (self.args or {}).items())
             raise BadValue("method.args", f"is {{{given}}}: {error}", allowed) from None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchcram import hold_masks
+from torchcram import hold_masks, sparsity
 from torchcram.baselines import Baseline
 from torchcram.batches import split_rows
 from torchcram.experiments.evaluation.compressed_models import (
@@ -103,6 +103,7 @@ Progress = Callable[[float, int, "EpochRecord | None"], None]
 """Function of the epochs done, also fractions, of all epochs, and of the last epoch's record."""
 
 CPU = torch.device("cpu")
+MISSED_SPARSITY = 0.02  # difference from the target that a warning names
 OFTEN = 0.2  # least number of seconds between two calls of progress within an epoch
 PATIENCE = 15.0  # seconds; workers that decode images notice after 5 that they are orphans
 
@@ -475,8 +476,21 @@ class Trainer:
 
     def _finish_method(self) -> None:
         """Prunes the model to exactly the target of its method, if it has one."""
-        if isinstance(self.optimizer, Baseline):
-            self.optimizer.finish()
+        optimizer = self.optimizer
+        if not isinstance(optimizer, Baseline):
+            return
+        reached = optimizer.reached_sparsity()
+        optimizer.finish()
+        final = sparsity(optimizer.weights)
+        missed = optimizer.trains_to_target and abs(reached - final) > MISSED_SPARSITY
+        if missed and self.ranks.is_first:
+            last = "pruned" if reached < final else "brought back"
+            warnings.warn(
+                f"{self.recipe.name}: training reached a sparsity of {reached:.1%} instead of "
+                f"{final:.1%}; the difference was {last} at the end, without training. Tune the "
+                "penalty, the weight decay or the schedule of the method",
+                stacklevel=2,
+            )
 
     def _load_state(self, epoch: int, state: dict[str, Any]) -> str | None:
         """Loads the state of a checkpoint; returns the problem if it does not fit."""
