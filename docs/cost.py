@@ -3,7 +3,8 @@
 One training of CrAM+ serves all sparsities; most other methods need one training for each. The left
 axes of a row show the passes of all trainings that the first 1, 2, ... sparsities need, the right
 ones the accuracy at each sparsity. The numbers come from the files
-`results/<task>/<model>/<method>.json`; what is missing there is left out:
+`results/<task>/<model>/<method>.json`; what is missing there is left out, also sparsities that no
+method was trained for:
 
     torchcram train cifar10-jpeg/resnet20/dpf-k50 cifar10-jpeg/resnet20/dpf-k70 --results results
 
@@ -32,7 +33,7 @@ PICTURE, PAGE = figures.DOCS / "cost.png", figures.DOCS / "baselines.md"
 SECTION = ("cost", "tables")
 OURS = "cram-plus"  # methods whose names begin so are CrAM+
 TUNED = FINETUNE.rstrip("-")  # names of methods end so where models are fine-tuned for each target
-ROOM = 10.0  # points below the lowest accuracy of CrAM+ at which the axes end
+ROOM = 0.5  # points beyond the scores of CrAM+ and of the methods for one target each
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,24 @@ class Panel:
     def levels(self) -> list[str]:
         """Sparsities of the targets in percent."""
         return [f"{100 * (summary.sparsity(target) or 0):.4g}" for target in self.targets]
+
+    def with_results(self, folder: Path) -> Panel:
+        """Returns the panel with the targets only that a method was trained for, if there are any.
+
+        Args:
+            folder: Folder of the results of the panel.
+        """
+        trained = tuple(
+            target
+            for target, level in zip(self.targets, self.levels, strict=True)
+            if any((folder / f"{method}-k{level}.json").exists() for method in self.per_target)
+        )
+        return replace(self, targets=trained or self.targets)
+
+    def showing(self, curves: Mapping[str, Curve]) -> Panel:
+        """Returns the panel with the targets only that curves have a score at."""
+        shown = {target for curve in curves.values() for target in curve.scores}
+        return replace(self, targets=tuple(at for at in self.targets if at in shown))
 
     def trainings(self) -> Iterator[tuple[str, str | None, list[tuple[str, ...]]]]:
         """Yields methods with the training for all targets and the further ones for each of them.
@@ -158,7 +177,8 @@ def _needed(panel: str, curves: Mapping[str, Curve]) -> dict[str, list[str]]:
     """Returns the files of which one is missing in a panel, by what they are results of."""
     first: dict[str, dict[str, str]] = {"CrAM+": {}, "other method that trains for each target": {}}
     ours, others = first.values()
-    for method, shared, each in PANELS[panel].trainings():
+    shown = PANELS[panel].showing(curves) if curves else PANELS[panel]
+    for method, shared, each in shown.trainings():
         if method.startswith(OURS) and shared and not each:
             ours[method] = f"{shared}.json"
         elif each and not method.startswith(OURS):
@@ -170,14 +190,15 @@ def _needed(panel: str, curves: Mapping[str, Curve]) -> dict[str, list[str]]:
 def _read_panel(panel: str, results: Path) -> dict[str, Curve]:
     """Returns the curves of a panel, of methods with a result at one target or more."""
     curves = {}
-    for method, shared, each in PANELS[panel].trainings():
+    served = PANELS[panel].with_results(results / panel)
+    for method, shared, each in served.trainings():
         known = {
             name: read_result(path)
             for name in [*([shared] if shared else []), *chain.from_iterable(each)]
             if (path := results / panel / f"{name}.json").exists()
         }
         if shared is None or shared in known:
-            curve = _curve(PANELS[panel].targets, known, shared, each)
+            curve = _curve(served.targets, known, shared, each)
             if curve.scores:
                 curves[method] = curve
     return curves
@@ -241,7 +262,7 @@ def style(method: str) -> figures.Style:
 
 def table(panel: str, curves: Mapping[str, Curve]) -> str:
     """Returns the table of a panel in Markdown."""
-    targets = PANELS[panel].targets
+    targets = PANELS[panel].showing(curves).targets
     counts = [f"for {count}" for count in range(1, len(targets) + 1)]
     header = ["method", *counts, *(f"`{target}`" for target in targets), "seeds"]
     rows = []
@@ -279,7 +300,7 @@ def draw(curves: Curves, picture: Path = PICTURE) -> None:
     size = (10.0, 3.6 * len(curves) + 0.4)
     figure, grid = figures.new_figure(len(curves), 2, size=size, font_size=10)
     for (left, right), (panel, known) in zip(grid, curves.items(), strict=True):
-        _draw_panel(left, right, PANELS[panel], known)
+        _draw_panel(left, right, PANELS[panel].showing(known), known)
     plain = {
         panel: {method: asdict(curve) for method, curve in known.items()}
         for panel, known in curves.items()
@@ -306,9 +327,17 @@ def _draw_panel(left: Any, right: Any, panel: Panel, curves: Mapping[str, Curve]
     )
     left.set(xlabel="number of sparsities, and the one that is added", ylim=(0, None))
     left.set_ylabel("passes of all trainings")
-    ours = [y for name, c in curves.items() if name.startswith(OURS) for y, _ in c.scores.values()]
-    top = max(y for curve in curves.values() for y, _ in curve.scores.values())
-    right.set_ylim(min(ours) - ROOM, top + 1)
+    shown = [name for name in curves if name.startswith((OURS, *panel.per_target))]
+    low = min(y for name in shown for y, _ in curves[name].scores.values()) - ROOM
+    high = max(y for curve in curves.values() for y, _ in curve.scores.values()) + ROOM
+    right.set_ylim(low, high)
+    below = {
+        style(name).label: [f"{y:.0f}" for y, _ in curve.scores.values()]
+        for name, curve in curves.items()
+        if all(y < low for y, _ in curve.scores.values())
+    }
+    text = "\n".join(f"{label}: {', '.join(values)}" for label, values in below.items())
+    right.text(0.03, 0.04, text, transform=right.transAxes, fontsize=9)
     right.set_xticks(places, [f"{level} %" for level in panel.levels])
     right.set(xlabel="sparsity", ylabel=f"test {panel.metric}, %")
     left.set_title(panel.title, fontsize=10, loc="left")

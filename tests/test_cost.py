@@ -49,6 +49,9 @@ def test_a_training_for_all_targets_is_paid_once(write, tmp_path):
     write(f"{RESNET}/cram-plus-multi-1x", 0.9, 0.89, 0.88, 0.87)
     write(f"{RESNET}/sfw", 0.8, 0.7, 0.6, 0.5, 0.4)
     write(f"{RESNET}/dpf-k50", 0.9)
+    assert read(tmp_path)["sfw"].scores == {"global:0.5": (80, 0)}  # that DPF was trained for
+    for level in (70, 80, 90, 95):
+        write(f"{RESNET}/dpf-k{level}", 0.8)
     curves = read(tmp_path)
     assert list(curves) == ["cram-plus-multi", "cram-plus-multi-1x", "sfw", "dpf"]
     assert curves["cram-plus-multi"].passes == [400] * 5
@@ -62,6 +65,7 @@ def test_trainings_for_single_targets_add_up_to_the_first_that_is_missing(write,
     for level in (50, 70, 90):
         write(f"{RESNET}/acdc-k{level}", level / 100)
     write(f"{RESNET}/str-k90", 0.4)
+    write(f"{RESNET}/str-k80", 0.4)
     curves = read(tmp_path)
     assert curves["acdc"].passes == [200, 400]
     assert curves["acdc"].scores == {  # as trained
@@ -69,7 +73,8 @@ def test_trainings_for_single_targets_add_up_to_the_first_that_is_missing(write,
         "global:0.7": (70.5, 0),
         "global:0.9": (90.5, 0),
     }
-    assert (curves["str"].passes, list(curves["str"].scores)) == ([], ["global:0.9"])
+    assert curves["str"].passes == []
+    assert list(curves["str"].scores) == ["global:0.8", "global:0.9"]
     write(f"{RESNET}/acdc-k80", 0.8)
     assert read(tmp_path)["acdc"].passes == [200, 400, 600, 800]
 
@@ -111,7 +116,7 @@ def test_early_stopping_of_older_results_is_at_most(write, tmp_path):
     curves = read(tmp_path, SQUAD)
     assert curves["cram-plus-multi-finetune"].passes == [17.8]
     assert [name for name, curve in curves.items() if curve.at_most] == ["cram-plus-multi-finetune"]
-    assert "| CrAM+, 2.0x, fine-tuned | ≤ 17.8 |  |" in COST["table"](SQUAD, curves)
+    assert "| CrAM+, 2.0x, fine-tuned | ≤ 17.8 | 80.00 |" in COST["table"](SQUAD, curves)
     assert RESNET not in COST["read_curves"](tmp_path)
 
 
@@ -138,15 +143,14 @@ def test_the_table_has_passes_and_scores(write, tmp_path):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert rows[0] == [
         "method",
-        *(f"for {count}" for count in range(1, 6)),
-        *(f"`{target}`" for target in TARGETS),
+        *(f"for {count}" for count in (1, 2)),
+        *(f"`{target}`" for target in TARGETS[:2]),
         "seeds",
     ]
     assert rows[2][:3] + rows[2][-1:] == ["CrAM+, 2.0x", "400", "400", "3"]
     assert rows[3][:3] + rows[3][-1:] == ["Gradual magnitude", "200", "400", "1 to 2"]
-    scores = {6: ("91.00 ± 1.00", "71.00 ± 0.71"), 7: ("90.00 ± 1.00", "60.50")}
-    for column in range(3, 11):
-        assert (rows[2][column], rows[3][column]) == scores.get(column, ("", ""))
+    assert rows[2][3:5] == ["91.00 ± 1.00", "90.00 ± 1.00"]
+    assert rows[3][3:5] == ["71.00 ± 0.71", "60.50"]
 
 
 def everything(write):
@@ -201,15 +205,15 @@ def test_a_page_without_the_section_stays_as_it_is(write, tmp_path, capsys):
 def test_without_a_comparison_nothing_is_written(write, tmp_path, known):
     write(f"{RESNET}/{known}", 0.9)
     write(f"{RESNET}/sgd", 0.9)
-    if known == "dpf-k70":  # without a training for the first target there are no passes to show
-        write(f"{RESNET}/cram-plus-multi", 0.9)
+    if known == "dpf-k70":
+        write(f"{RESNET}/cram-plus-multi", 0.9)  # not measured at 70 %
     picture, page = tmp_path / "cost.png", tmp_path / "page.md"
     page.write_text("<!-- cost:tables -->\n<!-- end cost -->\n")
     with pytest.raises(SystemExit) as stopped:
         COST["main"](tmp_path, picture, page)
-    lacking = {"dpf-k50": "has no CrAM+; it needs one of cram-plus-multi.json"}.get(
-        known, "it needs one of sgd-finetune-global-0.5.json"
-    )
+    lacking = "has no CrAM+; it needs one of cram-plus-multi.json"
+    if known == "cram-plus-multi":
+        lacking = "it needs one of sgd-finetune-global-0.5.json"
     assert f"{tmp_path / RESNET} has no " in str(stopped.value)
     assert lacking in str(stopped.value)
     assert not picture.exists()
