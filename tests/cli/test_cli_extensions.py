@@ -186,7 +186,7 @@ def test_a_packages_task_goes_through_every_command(table):
     ("sets", "message"),
     [
         (["task.name=tables"], "task.name is 'tables' (did you mean 'table'?); allowed: "),
-        (["text={task: sst2}"], "text is 'given'; allowed: null, as there is a section task"),
+        (["text={task: sst2}"], "text is given; allowed: null, as there is a section task"),
         (["train.early_stopping={}"], "train.early_stopping is for texts; allowed for rows: null"),
         (["model.args={inputs: 3}"], "does not take the inputs of 'flowers', (2,) each"),
     ],

@@ -422,7 +422,7 @@ def test_files_that_extend_each_other_are_refused(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the document is None; allowed: a section"),
+        ("", "the document is empty; allowed: a section"),
         ("- 1", r"the document is \[1\]; allowed: a section"),
         ("title: x", "data is missing; allowed: a section"),
         ("extends: 3", "extends: there is no recipe '3'; allowed: a name"),
@@ -720,6 +720,8 @@ def test_an_override_makes_a_section_that_is_not_there():
         ("cram.base_step_probability=2", "cram.base_step_probability is 2.0"),
         ("cram.skip='('", r"cram.skip is '\(': .*; allowed: a regular expression, or null"),
         ("extends=x", "extends is no known key"),
+        ("lr=3", r"lr is no known key \(did you mean 'optimizer.lr'\?\)"),
+        ("patience=3", r"patience is no .* \(did you mean 'train.early_stopping.patience'\?\)"),
         ("name=sgd", "name is 'sgd'; allowed: <task>/<model>/<method>"),
     ],
 )
@@ -746,7 +748,7 @@ def test_a_method_needs_an_epoch():
 def test_a_value_that_is_not_what_its_tag_says_is_named_with_file_and_line(tmp_path, value):
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: digits/convnet-digits/sgd\ntrain:\n  epochs: {value}\n")
-    with pytest.raises(ValueError, match=r"mine\.yaml\", line 3, column 11") as caught:
+    with pytest.raises(ValueError, match=r"mine\.yaml is not YAML: line 3, column 11") as caught:
         load_recipe(path)
     assert str(caught.value).startswith(f"{path} is not YAML: ")
 

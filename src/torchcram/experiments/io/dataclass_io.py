@@ -12,7 +12,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -96,6 +96,18 @@ def require(holds: bool, key: str, value: object, allowed: str) -> None:
         raise BadValue(key, f"is {shown(value)}", allowed)
 
 
+def require_absent(value: object, key: str, allowed: str) -> None:
+    """Raises `BadValue` unless a section is None.
+
+    Args:
+        value: Section.
+        key: Dotted name of the section.
+        allowed: Reason for which it has to be absent: "null, as ...".
+    """
+    if value is not None:
+        raise BadValue(key, "is given", allowed)
+
+
 def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
     """Raises `BadValue` unless a value is one of those allowed."""
     names = list(allowed)
@@ -139,10 +151,13 @@ def _section(kind: Any, data: object, key: str) -> object:  # noqa: ANN401
     hints = get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if not isinstance(data, Mapping):
-        raise BadValue(key or "the document", f"is {shown(data)}", _described(kind))
+        given = "empty" if data is None and not key else shown(data)
+        raise BadValue(key or "the document", f"is {given}", _described(kind))
     for name in data:
         if name not in fields:
-            problem = f"is no known key{did_you_mean(str(name), fields)}"
+            below = [path for path in _paths(kind) if path.endswith(f".{name}")]
+            meant = f" (did you mean {below[0]!r}?)" if below else did_you_mean(str(name), fields)
+            problem = f"is no known key{meant}"
             raise BadValue(_under(key, str(name)), problem, ", ".join(fields))
     values = {}
     for name, field in fields.items():
@@ -154,6 +169,16 @@ def _section(kind: Any, data: object, key: str) -> object:  # noqa: ANN401
         return kind(**values)
     except BadValue as error:
         raise BadValue(_under(key, error.key), error.problem, error.allowed) from None
+
+
+def _paths(kind: Any) -> Iterator[str]:  # noqa: ANN401
+    """Yields the dotted names of all keys below a dataclass."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        yield field.name
+        for part in (hints[field.name], *get_args(hints[field.name])):
+            if dataclasses.is_dataclass(part):
+                yield from (_under(field.name, path) for path in _paths(part))
 
 
 def _value(kind: Any, value: object, key: str) -> object:  # noqa: ANN401

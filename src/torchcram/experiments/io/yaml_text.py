@@ -81,7 +81,17 @@ def parse(text: str, where: str) -> Any:  # noqa: ANN401
         loader.name = where  # messages with a line number begin with it
         return loader.get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{where} is not YAML: {_in_words(error)}") from None
+
+
+def _in_words(error: Exception) -> str:
+    """Returns what is wrong with a document in one line, with its place."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    context, problem = getattr(error, "context", None), getattr(error, "problem", None)
+    what = ", ".join(filter(None, (context, problem))).replace("'<stream end>'", "the end")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
 
 
 def dump(data: object) -> str:

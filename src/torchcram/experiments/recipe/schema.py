@@ -18,6 +18,7 @@ from torchcram.experiments.io.dataclass_io import (
     build,
     plain,
     require,
+    require_absent,
     require_one_of,
     require_pattern,
     shown,
@@ -405,12 +406,11 @@ class Recipe:
         """Refuses a method together with CrAM, early stopping or an average of the weights."""
         if self.method is None:
             return
-        require(self.cram is None, "cram", "given", "null, as there is a section method")
+        require_absent(self.cram, "cram", "null, as there is a section method")
         epochs, allowed = self.train.epochs, f"at least 1, as {self.method.name} trains the model"
         require(epochs >= 1, "train.epochs", epochs, allowed)
-        stops = self.train.early_stopping is not None
         allowed = f"null, as {self.method.name} has a schedule of its own"
-        require(not stops, "train.early_stopping", "given", allowed)
+        require_absent(self.train.early_stopping, "train.early_stopping", allowed)
         allowed = f"null, as {self.method.name} prunes the weights, but not their average"
         require(self.train.ema is None, "train.ema", self.train.ema, allowed)
 
@@ -420,7 +420,7 @@ class Recipe:
             return
         if self.method is not None:
             allowed = f"null, as {self.method.name} trains the weights themselves"
-            require(False, "lora", "given", allowed)
+            require_absent(self.lora, "lora", allowed)
         freeze, also = self.model.freeze, self.lora.also_train
         allowed = "null, as lora freezes all weights but those of lora.also_train"
         require(freeze is None, "model.freeze", freeze, allowed)
@@ -448,7 +448,7 @@ class Recipe:
     def _check_task(self) -> None:
         """Refuses sections that do not fit the task."""
         if self.task is not None:
-            require(self.text is None, "text", "given", "null, as there is a section task")
+            require_absent(self.text, "text", "null, as there is a section task")
         else:
             about = "images, as there is no section text"
             if self.text is not None:
