@@ -77,7 +77,7 @@ PROTOCOL = ("tests/baselines/test_protocol.py",)
 INTERRUPTED_METHOD = (f"{PROTOCOL[0]}::test_a_training_interrupted_in_a_pass_resumes_bit_for_bit",)
 WITHOUT_ASCENT = ("tests/optim/test_without_ascent.py",)
 SCHEDULES = ("tests/baselines/test_schedule_properties.py",)
-RECIPE_METHODS = ("tests/experiments/test_methods.py",)
+RECIPE_METHODS = ("tests/experiments/recipe/test_methods.py",)
 
 MUTANTS = [
     Mutant("optim/cram.py", "rho * unit", "-rho * unit", ORACLE),

@@ -94,12 +94,12 @@ def names_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
     return table
 
 
-def derived_table(derived: FineTuned) -> Table:
+def finetuned_table(finetuned: FineTuned) -> Table:
     """Returns a row per stage from the trained model to the fine-tuned one."""
     from rich.table import Table
     from rich.text import Text
 
-    origin, trained = derived.origin, derived.trained
+    origin, trained = finetuned.origin, finetuned.trained
     metric, tuned = trained.recipe.metric, trained.recipe.build_task().has_batchnorm
     table = Table(
         title=Text(
@@ -123,8 +123,8 @@ def derived_table(derived: FineTuned) -> Table:
     table.add_row(
         f"{what}, {number(epochs)} epoch{'s' * (epochs != 1)}",
         score_text(trained.finished.accuracy, metric),
-        percent(derived.sparsity),
-        percent(derived.model_sparsity),
+        percent(finetuned.sparsity),
+        percent(finetuned.model_sparsity),
     )
     return table
 

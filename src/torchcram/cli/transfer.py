@@ -274,7 +274,7 @@ def _in_turn(
 
 
 def _show(done: Transferred, *, alone: bool) -> None:
-    from torchcram.cli.output import derived_table, lr_table, show
+    from torchcram.cli.output import finetuned_table, lr_table, show
     from torchcram.report.results_table import result_table
     from torchcram.report.summary import percent
 
@@ -286,7 +286,7 @@ def _show(done: Transferred, *, alone: bool) -> None:
         return
     if done.search is not None:
         show(lr_table(done.transfer.name, done.search))
-    show(derived_table(done.finetuned))
+    show(finetuned_table(done.finetuned))
     if not done.finetuned.origin.holds_masks:  # still dense: it can be compressed to anything
         show(result_table(done.result))
     typer.echo(f"run: {done.transfer.folder}")

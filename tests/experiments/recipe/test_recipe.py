@@ -520,7 +520,7 @@ def test_a_file_extends_a_recipe_of_a_family(write):
 
 
 def test_the_family_in_the_documentation_is_in_order(write):
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
     path = write(re.search(r"```yaml\n(base:.*?)```", text, re.DOTALL)[1])
     assert load_recipe(f"{path}:plain").train.epochs == 10
     assert load_recipe(f"{path}:int4-short").train.epochs == 5

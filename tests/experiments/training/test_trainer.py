@@ -168,7 +168,7 @@ run(Path(sys.argv[1]), recipe(epochs=8), digits(), make_step=Slow)
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_a_killed_process_loses_the_current_epoch_at_most(tmp_path, data):
     folder, given = tmp_path / "killed", recipe(epochs=8)
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder)], env={**os.environ, "PYTHONPATH": paths}
     )

@@ -67,7 +67,7 @@ def finetune(
     the training set.
     """
     with errors_in_a_line(), stoppable():
-        from torchcram.cli.output import derived_table, grid_table, show
+        from torchcram.cli.output import finetuned_table, grid_table, show
         from torchcram.cli.progress import watching
         from torchcram.experiments.finetuning import finetune as train_further
         from torchcram.experiments.finetuning import finetune_grid
@@ -102,7 +102,7 @@ def finetune(
         chosen: tuple[str, ...] = ()
         with watching() as watch:
             if not grid:
-                derived = train_further(
+                finetuned = train_further(
                     run,
                     at,
                     folder,
@@ -127,17 +127,17 @@ def finetune(
                     progress=watch.training,
                 )
                 best = search.best
-                folder, derived, chosen = best.folder, best.finetuned, best.overrides
+                folder, finetuned, chosen = best.folder, best.finetuned, best.overrides
         if grid:
             show(grid_table(search))
-        show(derived_table(derived))
-        if not derived.origin.holds_masks:  # still dense: it can be compressed to anything
-            result = load_or_measure(folder, derived.trained, images, device=where)
+        show(finetuned_table(finetuned))
+        if not finetuned.origin.holds_masks:  # still dense: it can be compressed to anything
+            result = load_or_measure(folder, finetuned.trained, images, device=where)
             show(result_table(result))
         typer.echo(f"run: {folder}")
         if results is not None:
-            held = derived.origin.holds_masks
-            seed_result = derived.as_result() if held else result.seeds[0]
+            held = finetuned.origin.holds_masks
+            seed_result = finetuned.as_result() if held else result.seeds[0]
             path = add_to_results(results, recipe, replace(seed_result, chosen=chosen))
             typer.echo(f"result: {path}")
 
