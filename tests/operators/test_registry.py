@@ -223,7 +223,7 @@ def test_recipes_and_reports_know_the_names(tmp_path, monkeypatch):
     recipe = load_recipe("digits/convnet-digits/cram-plus-multi", overrides)
     assert recipe.cram.operators == ("blocks:0.75",)
     assert recipe.compress.to == ("blocks:0.5", "blocks-obs@blocks:0.5")
-    with pytest.raises(ValueError, match=r"compress.to\[0\] is no .*of other packages: blocks"):
+    with pytest.raises(ValueError, match=r"compress.to\[0\] is .*of other packages: blocks"):
         load_recipe("digits/convnet-digits/sgd", ["compress.to=[wholly-unlike:0.5]"])
     texts = ["unknown:1", "blocks-obs@nm:2:4", "obs@nm:2:4", "blocks:0.9", "blocks:0.5", "nm:2:4"]
     assert sort_operators(texts) == [
