@@ -1,5 +1,10 @@
 """The list of all keys of a recipe."""
 
+from pathlib import Path
+
+import figures
+import recipe_keys as page
+
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.keys import REQUIRED, recipe_keys
 
@@ -27,3 +32,12 @@ def test_every_key_of_recipes_is_there():
     keys = {key.name for key in recipe_keys()}
     for name in ("cifar10/resnet20/cram-plus-multi-1x", "squad/minilm-l6/platon-k80"):
         assert set(leaves(load_recipe(name).to_dict())) <= keys
+
+
+def test_the_page_has_all_keys(tmp_path):
+    text = page.PAGE.read_text("utf-8")
+    assert figures.section(*page.SECTION, page.table()) in text, "python docs/recipe_keys.py"
+    copy = Path(tmp_path, "page.md")
+    copy.write_text("a\n<!-- keys:recipe -->\nold\n<!-- end keys -->\nb\n")
+    page.main(copy)
+    assert copy.read_text("utf-8") == f"a\n{figures.section(*page.SECTION, page.table())}\nb\n"
