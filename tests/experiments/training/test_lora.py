@@ -173,7 +173,7 @@ def test_the_seed_of_a_run_draws_the_adapters():
         (["model.freeze=fc"], "model.freeze is 'fc'; allowed: null, as lora freezes all weights"),
         (
             ["cram=null", "method={name: dpf, target: global:0.9, args: {end: 75 %}}"],
-            "lora is 'given'; allowed: null, as dpf trains the weights themselves",
+            "lora is given; allowed: null, as dpf trains the weights themselves",
         ),
     ],
 )
