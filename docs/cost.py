@@ -61,17 +61,19 @@ class Panel:
         return [f"{100 * (summary.sparsity(target) or 0):.4g}" for target in self.targets]
 
     def with_results(self, folder: Path) -> Panel:
-        """Returns the panel with the targets only that a method was trained for, if there are any.
+        """Returns the panel with the targets only that at least half of the methods have.
 
         Args:
             folder: Folder of the results of the panel.
         """
-        trained = tuple(
-            target
-            for target, level in zip(self.targets, self.levels, strict=True)
-            if any((folder / f"{method}-k{level}.json").exists() for method in self.per_target)
-        )
-        return replace(self, targets=trained or self.targets)
+        levels = dict(zip(self.targets, self.levels, strict=True))
+        trained = [
+            {at for at in levels if (folder / f"{method}-k{levels[at]}.json").exists()}
+            for method in self.per_target
+        ]
+        known = [targets for targets in trained if targets]
+        common = [at for at in levels if 2 * sum(at in each for each in known) >= len(known)]
+        return replace(self, targets=tuple(common))
 
     def showing(self, curves: Mapping[str, Curve]) -> Panel:
         """Returns the panel with the targets only that curves have a score at."""
@@ -289,8 +291,9 @@ def content(curves: Curves) -> str:
     parts.append(
         "“For 3” is the number of passes that the first three sparsities need together, each "
         "forward and backward over the training set. The columns after these are test accuracy or "
-        "F1 in % at each sparsity, after batch-norm tuning where there is batch norm, mean ± "
-        "standard deviation where there are several seeds."
+        "F1 in % at each sparsity, mean ± standard deviation where there are several seeds: of "
+        "models that were trained for it as trained, and of all others after batch-norm tuning, "
+        "where there is batch norm."
     )
     return "\n\n".join(parts)
 

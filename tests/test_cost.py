@@ -79,6 +79,17 @@ def test_trainings_for_single_targets_add_up_to_the_first_that_is_missing(write,
     assert read(tmp_path)["acdc"].passes == [200, 400, 600, 800]
 
 
+def test_a_target_that_few_methods_have_is_left_out(write, tmp_path):
+    write(f"{RESNET}/cram-plus-multi", 0.9, 0.8, 0.7)
+    for method in ("acdc", "dpf", "gradual-magnitude"):
+        write(f"{RESNET}/{method}-k70", 0.7)
+    write(f"{RESNET}/str-k50", 0.4)
+    curves = read(tmp_path)
+    assert curves["dpf"].passes == [200]
+    assert curves["cram-plus-multi"].scores == {"global:0.7": (80, 0)}
+    assert "str" not in curves
+
+
 def test_fine_tuning_adds_its_passes_to_those_of_the_training(write, tmp_path):
     for method, passes in (("cram-plus-multi", 400), ("sgd", 200)):
         write(f"{RESNET}/{method}", 0.9, 0.8)

@@ -188,7 +188,6 @@ def platon(model, base, data):
     for step, batch in enumerate(data):
         if step in (2, 4, 6, 8, 10):
             masks = top_k({n: averages[n] * uncertainties[n] for n in weights}, cubic(step))
-            masked(weights, masks)
         base.zero_grad()
         loss_on(model, batch).backward()
         for name, weight in weights.items():

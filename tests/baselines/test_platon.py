@@ -3,7 +3,7 @@
 import pytest
 import torch
 from digits import accuracy, digit_batches, net, pruned
-from problems import batches, build, sgd, train
+from problems import batches, build, loss_on, sgd, train
 
 from torchcram import sparsity
 from torchcram.baselines import PLATON, SparsitySchedule
@@ -43,6 +43,20 @@ def test_pruned_weights_with_high_scores_come_back_with_a_step():
     assert optimizer.masks[name][at]
     assert optimizer.weights[name][at] != 0
     assert sparsity(optimizer.weights) == 0.5
+
+
+def test_a_plain_loop_takes_the_same_steps_as_a_closure():
+    model, twin = build(), build()
+    schedule = SparsitySchedule(begin=2, end=8, interval=2)
+    optimizer = PLATON(model, sgd(model), "global:0.75", schedule=schedule)
+    other = PLATON(twin, sgd(twin), "global:0.75", schedule=schedule)
+    train(model, optimizer, batches())
+    for batch in batches():
+        other.zero_grad()
+        loss_on(twin, batch).backward()
+        other.step()
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_finish_brings_no_weight_back_without_a_step():

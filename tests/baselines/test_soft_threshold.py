@@ -1,9 +1,11 @@
 """Soft thresholds: they learn, they prune more and more, and the end is exact."""
 
+import copy
+
 import pytest
 import torch
 from digits import accuracy, digit_batches, net, pruned
-from problems import build, sgd, train
+from problems import batches, build, sgd, train
 from torch import nn
 
 from torchcram import compressible_weights, sparsity
@@ -144,3 +146,18 @@ def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         STR(model, base, "global:0.5", **arguments)
     assert len(base.param_groups) == 1
+
+
+def test_the_sparsity_that_thresholds_have_reached_changes_nothing():
+    model = build()
+    optimizer = STR(model, sgd(model), "global:0.9", initial=-3.0)
+    train(model, optimizer, batches())
+    before = copy.deepcopy((model.state_dict(), optimizer.kept_tensors()))
+    reached = optimizer.reached_sparsity()
+    scores = torch.cat([score.flatten() for score in optimizer.scores().values()])
+    assert reached == pytest.approx((scores <= 0).float().mean().item(), abs=0.05)
+    assert 0.05 < reached < 0.85
+    after = (model.state_dict(), optimizer.kept_tensors())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    optimizer.finish()
+    assert optimizer.reached_sparsity() == sparsity(optimizer.weights)

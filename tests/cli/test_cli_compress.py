@@ -50,6 +50,13 @@ def test_results_of_another_training_are_not_lost(run):
     assert read_result(path) == other
 
 
+def test_fine_tuned_results_have_a_single_target(run):
+    succeed("finetune", run, "--at", "global:0.9", "--epochs", 1, "--out", "ft", "--results", "all")
+    line = fail("compress", "ft", "--to", "int4", "--results", "all")
+    assert "with seed 0 are those of fine-tuning, which has a single target" in line
+    succeed("compress", "ft", "--to", "int4", "--results", "others")
+
+
 def test_evaluate_tests_the_model_or_a_file(run):
     dense = read_result(run / "result.json").seeds[0].dense
     done = succeed("evaluate", run)

@@ -81,7 +81,7 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
         ),
         (
             "{name: dpf, target: int4, args: {end: 5}}",
-            "cannot take int4; allowed are operators with a single sparsity, such as global:0.9",
+            "cannot take int4; allowed: operators with a single sparsity, such as global:0.9",
         ),
         (
             "{name: dpf, target: global:0.9}",

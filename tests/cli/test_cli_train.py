@@ -210,6 +210,11 @@ def test_eager_steps_are_asked_for(monkeypatch):
     assert isinstance(command("train", SGD, "--epochs", 1, "--seed", 1).exception, AssertionError)
 
 
+def test_compiling_is_for_a_gpu():
+    done = succeed("train", SGD, "--compile", "--device", "cpu", "--epochs", 1, "--out", "run")
+    assert "--compile has no effect on a CPU" in done.stderr
+
+
 def test_eager_and_compiled_steps_exclude_each_other():
     assert "--eager and --compile" in fail("train", SGD, "--eager", "--compile")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.baselines.base import Baseline
+from torchcram.baselines.scores import scalar_for
 from torchcram.selection import keep_largest_each
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class FrankWolfe(Baseline):
         }
         self._radii = {name: self._radius_of(weight) for name, weight in self.weights.items()}
         # share of the gradient in an average
-        self._share = torch.ones((), device=next(iter(self.weights.values())).device)
+        self._share = scalar_for(self.weights)
 
     @abstractmethod
     def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ class FrankWolfe(Baseline):
         for name, gradient in gradients.items():
             m = self._momenta[name]
             if self.averages:
-                m.lerp_(gradient, self._share.to(m.dtype))
+                m.lerp_(gradient, self._share.to(m))
             else:
                 m.mul_(self.momentum).add_(gradient)
         momenta = [self._momenta[name] for name in gradients]

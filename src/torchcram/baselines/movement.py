@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.baselines.scheduled import Scheduled
-from torchcram.baselines.scores import as_magnitudes, per_weight
+from torchcram.baselines.scores import as_magnitudes, per_weight, scalar_for
 from torchcram.sharding import local
 from torchcram.weights import mask_gradients_
 
@@ -131,7 +131,7 @@ class SoftMovement(Movement):
         )
         self.penalty, self.threshold = penalty, threshold
         # factor of the gradient of the penalty
-        self._pull = torch.zeros((), device=next(iter(self._scores.values())).device)
+        self._pull = scalar_for(self._scores)
 
     @property
     def growth(self) -> float:
@@ -154,7 +154,7 @@ class SoftMovement(Movement):
         super().combine_()
         for score in self._scores.values():
             share = score.sigmoid()
-            pull = share * (1 - share) * self._pull
+            pull = share * (1 - share) * self._pull.to(share)
             score.grad = pull if score.grad is None else score.grad.add_(pull)
 
 

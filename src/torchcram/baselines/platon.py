@@ -76,13 +76,12 @@ class PLATON(Scheduled):
         return like(self.weights, products)
 
     def update_masks(self) -> None:
-        """Selects M by the averages so far, if the schedule says so, and prunes."""
+        """Selects M by the averages so far, if the schedule says so; the step then prunes."""
         due = self.schedule.is_due(self.steps, after_end=True)
         if self.steps == 1:  # makes up for the first step
             due = due or self.schedule.is_due(0)
         if due and self.steps > 0:
             self.set_masks(self.select())
-            apply_masks_(self.weights, self.masks)
 
     def combine_(self) -> None:
         """Updates the averages; the gradient stays dense."""

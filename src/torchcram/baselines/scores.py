@@ -54,6 +54,15 @@ def per_weight(weights: Weights) -> dict[str, Tensor]:
     }
 
 
+def scalar_for(weights: Weights) -> Tensor:
+    """Returns a number as a tensor, where the first weight is and as precise as the widest."""
+    first, *others = weights.values()
+    dtype = _wide(first)
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    return torch.zeros((), dtype=dtype, device=first.device)
+
+
 def per_layer(weights: Weights) -> dict[str, Tensor]:
     """Returns zeros that have an entry for every layer, by name, and broadcast to `in_layers`."""
     return {

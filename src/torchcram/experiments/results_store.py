@@ -158,14 +158,18 @@ def require_same_training(folder: Path, trained: Trained) -> None:
     Further targets can be added to the results of the same training only.
     """
     earlier, seed = _earlier(folder, trained.recipe), trained.info.seed
-    ours = (trained.finished.accuracy, trained.finished.seconds)
+    finished = trained.finished
     for other in () if earlier is None else earlier.seeds:
-        if other.seed == seed and (other.dense, other.seconds) != ours:
-            raise ValueError(
-                f"{folder}: its results of {trained.recipe.name} with seed {seed} are those of "
-                f"another training (dense {100 * other.dense:.2f}, here {100 * ours[0]:.2f}) and "
-                "would be lost; allowed: results of this training, or another folder"
-            )
+        same = (other.dense, other.seconds) == (finished.accuracy, finished.seconds)
+        if other.seed != seed or same:
+            continue
+        whose = f"another training, {other.seconds:.0f} s instead of {finished.seconds:.0f} s"
+        if other.seconds == finished.seconds:  # its dense accuracy is that of the first training
+            whose = "fine-tuning, which has a single target"
+        raise ValueError(
+            f"{folder}: its results of {trained.recipe.name} with seed {seed} are those of "
+            f"{whose}, and would be lost; allowed: another folder of results"
+        )
 
 
 def add_to_results(folder: Path, recipe: Recipe, seed: SeedResult) -> Path:

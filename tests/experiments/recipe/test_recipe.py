@@ -721,7 +721,8 @@ def test_an_override_makes_a_section_that_is_not_there():
         ("cram.skip='('", r"cram.skip is '\(': .*; allowed: a regular expression, or null"),
         ("extends=x", "extends is no known key"),
         ("lr=3", r"lr is no known key \(did you mean 'optimizer.lr'\?\)"),
-        ("patience=3", r"patience is no .* \(did you mean 'train.early_stopping.patience'\?\)"),
+        ("train.patience=3", r"train.patience .* mean 'train.early_stopping.patience'\?\)"),
+        ("skip=a", r"skip is no known key \(did you mean 'cram.skip' or 'method.skip'\?\)"),
         ("name=sgd", "name is 'sgd'; allowed: <task>/<model>/<method>"),
     ],
 )

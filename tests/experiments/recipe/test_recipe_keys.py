@@ -24,6 +24,7 @@ def test_every_key_has_a_meaning_and_a_default():
     assert keys["cram.sparse_gradients"].default == "true"
     assert keys["cram.operators"].default == "[]"
     assert keys["optimizer.lr"].default == "0.1"
+    assert keys["task.args"].default == "{}"
     assert keys["train.early_stopping.patience"].meaning.startswith("Number of tests in a row")
     assert keys["cram.compressed_share"].meaning.endswith("a step as cheap as a plain one.")
 

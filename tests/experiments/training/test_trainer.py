@@ -541,7 +541,7 @@ def test_a_start_is_copied_and_its_masks_are_held(tmp_path, data):
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, data):
     given = recipe("optimizer.lr=1e30", "optimizer.momentum=0", method="sgd", epochs=2)
-    said = r"epoch 1: the training loss is .*; a smaller learning rate or rho may help, in a new"
+    said = r"epoch 1: the training loss is .*; a smaller learning rate or rho may help, in another"
     with pytest.raises(FloatingPointError, match=said):
         run(tmp_path, given, data)
     assert not (tmp_path / "model.safetensors").exists()

@@ -155,8 +155,10 @@ def _section(kind: Any, data: object, key: str) -> object:  # noqa: ANN401
         raise BadValue(key or "the document", f"is {given}", _described(kind))
     for name in data:
         if name not in fields:
-            below = [path for path in _paths(kind) if path.endswith(f".{name}")]
-            meant = f" (did you mean {below[0]!r}?)" if below else did_you_mean(str(name), fields)
+            paths = [_under(key, path) for path in _paths(kind) if path.endswith(f".{name}")]
+            meant = f" (did you mean {' or '.join(map(repr, paths))}?)"
+            if not paths:
+                meant = did_you_mean(str(name), fields)
             problem = f"is no known key{meant}"
             raise BadValue(_under(key, str(name)), problem, ", ".join(fields))
     values = {}

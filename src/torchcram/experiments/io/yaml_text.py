@@ -77,9 +77,7 @@ def parse(text: str, where: str) -> Any:  # noqa: ANN401
         ValueError: If the text is not YAML; the message names `where`, the line and the problem.
     """
     try:
-        loader = _Loader(text)
-        loader.name = where  # messages with a line number begin with it
-        return loader.get_single_data()
+        return _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not YAML: {_in_words(error)}") from None
 

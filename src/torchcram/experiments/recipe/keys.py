@@ -54,7 +54,7 @@ def _meanings(kind: type) -> dict[str, str]:
 def _default(field: Field[Any]) -> str:
     value = field.default
     if value is MISSING:
-        return REQUIRED
+        return REQUIRED if field.default_factory is MISSING else str(field.default_factory())
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return "[]" if value == () else str(value)

@@ -54,7 +54,8 @@ class MethodConfig:
         try:
             method.kind.check_operator(operator)
         except ValueError as error:
-            raise BadValue("target", f"is {operator}: {error}", "a target it can reach") from None
+            problem, _, allowed = str(error).partition("; allowed are ")
+            raise BadValue("target", f"is {operator}: {problem}", allowed) from None
         args = self.args or {}
         with require_arguments("args", args, method.arguments):
             pass
@@ -120,12 +121,18 @@ class MethodConfig:
             optimizer = self.method.build(
                 model, base, self.target, arguments=args, weights=weights, seed=seed
             )
-            optimizer.check_length(epochs * steps_per_epoch)
         except (ValueError, TypeError) as error:
+            raise self._bad_arguments(error, f"values that {self.name} takes") from None
+        try:
+            optimizer.check_length(epochs * steps_per_epoch)
+        except ValueError as error:
             allowed = f"times within {epochs} epochs of {steps_per_epoch} steps"
-            given = ", ".join(f"{name}: {value}" for name, value in (self.args or {}).items())
-            raise BadValue("method.args", f"is {{{given}}}: {error}", allowed) from None
+            raise self._bad_arguments(error, allowed) from None
         return optimizer
+
+    def _bad_arguments(self, error: Exception, allowed: str) -> BadValue:
+        given = ", ".join(f"{name}: {value}" for name, value in (self.args or {}).items())
+        return BadValue("method.args", f"is {{{given}}}: {error}", allowed)
 
 
 def read_time(key: str, value: object, *, epochs: int, steps_per_epoch: int) -> int:

@@ -605,8 +605,8 @@ class Epochs:
                 )
         except FloatingPointError as error:
             raise FloatingPointError(
-                f"epoch {epoch + 1}: {error}; a smaller learning rate or rho may help, in a new "
-                f"folder: {self._trainer.folder} continues from its last checkpoint"
+                f"epoch {epoch + 1}: {error}; a smaller learning rate or rho may help, in another "
+                f"folder than {self._trainer.folder}, which holds this run"
             ) from error
         trained = time.perf_counter()
         average_statistics_(self._model, self._ranks)
