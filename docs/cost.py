@@ -245,7 +245,7 @@ def _score(result: Result, target: str) -> tuple[float, float] | None:
     trained = summary.trained_for(result)
     # a method may need another pattern of the same sparsity
     if trained is not None and summary.sparsity(trained) == summary.sparsity(target):
-        score = summary.dense(result)
+        score = summary.trained_score(result)
     elif target in rows:
         score = rows[target].after
     else:
@@ -291,9 +291,8 @@ def content(curves: Curves) -> str:
     parts.append(
         "“For 3” is the number of passes that the first three sparsities need together, each "
         "forward and backward over the training set. The columns after these are test accuracy or "
-        "F1 in % at each sparsity, mean ± standard deviation where there are several seeds: of "
-        "models that were trained for it as trained, and of all others after batch-norm tuning, "
-        "where there is batch norm."
+        "F1 in % at each sparsity, after batch-norm tuning where there is batch norm, mean ± "
+        "standard deviation where there are several seeds."
     )
     return "\n\n".join(parts)
 

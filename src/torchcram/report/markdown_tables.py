@@ -121,7 +121,7 @@ def _markdown_row(result: Result, targets: Sequence[str], data: bool) -> list[st
 
 def _cell(result: Result, target: str) -> str:
     if target == summary.trained_for(result):
-        return str(summary.dense(result))  # as trained: there is nothing that it was before
+        return str(summary.trained_score(result))  # there is nothing that it was before
     row = summary.summaries(result).get(target)
     if row is None:
         return ""

@@ -321,12 +321,13 @@ def _points(run: Run) -> list[Point]:
     metric = run.result.metric
     sign, shown = percent_sign(metric), []
     if run.trained_for is None or summary.on_the_axis(run.result, run.trained_for):
+        score = run.dense if run.trained_for is None else summary.trained_score(run.result)
         shown.append(
             make_point(
                 100 * _sparsity(run),
-                [on_axis(run.dense.mean, metric), 0],
-                {"operator": run.trained_for or "dense", metric: f"{run.dense}{sign}"},
-                std=[std_on_axis(run.dense), 0],
+                [on_axis(score.mean, metric), 0],
+                {"operator": run.trained_for or "dense", metric: f"{score}{sign}"},
+                std=[std_on_axis(score), 0],
             )
         )
     pruned = [

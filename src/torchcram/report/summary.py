@@ -166,6 +166,19 @@ def trained_for(result: Result) -> str | None:
     return None if sparsity(target) == 0 else target  # a method may train for all targets
 
 
+def trained_score(result: Result) -> MeanStd:
+    """Returns the score of models that were trained sparse, at their target.
+
+    It is that after batch-norm tuning, as those of all compressed models are, where it was measured.
+    The last selection of a method may change the activations: they need it as much as others.
+    """
+    row = summaries(result).get(trained_for(result) or "")
+    if row is None:
+        return dense(result)
+    # over seeds alone, not over calibration sets
+    return row.after if len(result.seeds) > 1 else spread([row.after.mean], result.metric)
+
+
 def transferred_from(result: Result) -> TransferSource | None:
     """Returns the model that a transfer started from; None for all other trainings."""
     return result.seeds[0].source

@@ -191,4 +191,4 @@ def test_tables_show_a_sparse_model_in_the_column_of_its_target():
     sample = result("dpf-k90", [seed(0, 0.9, scores)], title="DPF, 90 %", cram=None)
     sample = replace(sample, recipe={**sample.recipe, "method": method})
     row = markdown_table([sample], "cifar/net").splitlines()[2]
-    assert row.startswith("| DPF, 90 % |  | 90.00 | 50.00 (-40.00) | 1 | 20 | 20 |")
+    assert row.startswith("| DPF, 90 % |  | 91.00 | 50.00 (-40.00) | 1 | 20 | 20 |")
