@@ -169,8 +169,8 @@ def trained_for(result: Result) -> str | None:
 def trained_score(result: Result) -> MeanStd:
     """Returns the score of models that were trained sparse, at their target.
 
-    It is that after batch-norm tuning, as those of all compressed models are, where it was measured.
-    The last selection of a method may change the activations: they need it as much as others.
+    It is that after batch-norm tuning, as for all compressed models, where that was measured: the
+    last selection of a method may change the activations.
     """
     row = summaries(result).get(trained_for(result) or "")
     if row is None:
