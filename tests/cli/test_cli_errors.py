@@ -92,6 +92,10 @@ def test_a_missing_module_of_ours_is_a_bug(monkeypatch):
             "method.target is int4: SRSTE prunes to one target and cannot take int4",
         ),
         ("{name: l0, target: global:0.9, args: {penalty: -1}}", "penalty must be at least 0"),
+        (
+            "{name: l0, target: global:0.9, args: {penalty: big}}",
+            "method.args is {penalty: big}: a value has another type than l0 takes; allowed: num",
+        ),
     ],
 )
 def test_a_method_that_does_not_fit_is_named_in_one_line(method, message):

@@ -121,7 +121,10 @@ class MethodConfig:
             optimizer = self.method.build(
                 model, base, self.target, arguments=args, weights=weights, seed=seed
             )
-        except (ValueError, TypeError) as error:
+        except TypeError:
+            problem = f"a value has another type than {self.name} takes"
+            raise self._bad_arguments(problem, "numbers, as in its docstring") from None
+        except ValueError as error:
             raise self._bad_arguments(error, f"values that {self.name} takes") from None
         try:
             optimizer.check_length(epochs * steps_per_epoch)
@@ -130,9 +133,9 @@ class MethodConfig:
             raise self._bad_arguments(error, allowed) from None
         return optimizer
 
-    def _bad_arguments(self, error: Exception, allowed: str) -> BadValue:
+    def _bad_arguments(self, problem: object, allowed: str) -> BadValue:
         given = ", ".join(f"{name}: {value}" for name, value in (self.args or {}).items())
-        return BadValue("method.args", f"is {{{given}}}: {error}", allowed)
+        return BadValue("method.args", f"is {{{given}}}: {problem}", allowed)
 
 
 def read_time(key: str, value: object, *, epochs: int, steps_per_epoch: int) -> int:
