@@ -118,9 +118,10 @@ def test_a_layer_takes_a_matrix_that_lies_anywhere():
         torch.ops.torchcram.sparse_linear(x, odd, None, None, 16, "none")
 
 
-def test_a_matrix_of_an_earlier_version_says_so():
+@pytest.mark.parametrize("magic", [b"CRAM1\0\0\0", b"CRAM2\0\0\0"])
+def test_a_matrix_of_an_earlier_version_says_so(magic):
     packed = pack_linear(torch.eye(16))
-    packed[:8] = torch.tensor(list(b"CRAM1\0\0\0"), dtype=torch.uint8)
+    packed[:8] = torch.tensor(list(magic), dtype=torch.uint8)
     with pytest.raises(
         ValueError, match="not a packed sparse matrix: it was packed by an earlier version"
     ):

@@ -6,8 +6,8 @@ from native_library import needs_kernels
 from sparse_cases import relative_error, sparse_weight
 from torch.nn import functional
 
-from torchcram.runtime.cpu.memory_format import images_innermost
 from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import (
     PAIRS,
     QUAD_ROWS,
@@ -28,6 +28,8 @@ GEOMETRIES = [
     Geometry((7, 7), stride=(2, 2), padding=(3, 3)),
     Geometry((3, 2), stride=(1, 3), padding=(2, 1), dilation=(2, 1)),
     Geometry((2, 3), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+    Geometry((3, 3), padding=(4, 4)),  # some outputs see nothing but padding
+    Geometry((2, 2), stride=(5, 5), padding=(4, 0)),  # some pixels are not used
 ]
 
 

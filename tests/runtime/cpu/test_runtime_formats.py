@@ -11,8 +11,9 @@ from torch import nn
 from torchcram import runtime
 from torchcram.runtime import prepare
 from torchcram.runtime.cpu import replace_layers
-from torchcram.runtime.cpu.memory_format import images_innermost, is_channels_last
+from torchcram.runtime.cpu.memory_format import is_channels_last
 from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import Geometry
 from torchcram.runtime.cpu.replace_layers import LayerInput, geometry_of
 
@@ -167,9 +168,10 @@ def test_a_chain_hands_on_images_innermost(fuse):
         assert not fuse or not any(copies)
         torch.testing.assert_close((scores, images), model.eval()(given), rtol=1e-4, atol=1e-5)
     if fuse:
-        names = [str(node.target) for node in fast.graph.nodes]
-        assert sum("images_innermost" in name for name in names) == 2  # the input, what was pooled
-        assert names.count("contiguous") == 2  # for the pooling, and at the end
+        operator = torch.ops.torchcram.lay_out_images
+        copies = [node.args[1] for node in fast.graph.nodes if node.target is operator]
+        assert copies.count(True) == 2  # the input, what was pooled
+        assert copies.count(False) == 2  # for the pooling, and at the end
 
 
 def test_what_a_layer_receives():

@@ -23,7 +23,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from torchcram.runtime.cpu.memory_format import images_innermost
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,
@@ -200,10 +199,10 @@ def lay_images_innermost_(model: fx.GraphModule) -> None:
 
 
 def _other_layout(model: fx.GraphModule, node: fx.Node, *, innermost: bool) -> fx.Node:
-    if innermost:
-        return model.graph.call_function(images_innermost, (node,))
     memory_format = getattr(node.meta.get("tensor_meta"), "memory_format", None)
-    options = {"memory_format": memory_format or torch.contiguous_format}
+    if innermost or memory_format in (None, torch.contiguous_format):
+        return model.graph.call_function(torch.ops.torchcram.lay_out_images, (node, innermost))
+    options = {"memory_format": memory_format}
     return model.graph.call_method("contiguous", (node,), options)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 CONTIGUOUS, _CHANNELS_LAST, IMAGES_INNERMOST = (0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)
-_BACK = (3, 2, 0, 1)  # inverse of IMAGES_INNERMOST
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -29,11 +28,6 @@ def is_channels_last(x: Tensor) -> bool:
             return False
         least = strides[dimension] * max(sizes[dimension], 1)
     return True
-
-
-def images_innermost(x: Tensor) -> Tensor:
-    """Returns a batch of images with the images as the innermost dimension in memory."""
-    return x.permute(IMAGES_INNERMOST).contiguous().permute(_BACK)
 
 
 def output_dim_order(x: Tensor, *, by_images: bool, channels_last: bool) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PAIRS, QUAD_ROWS = 2, 3  # layouts of a packed matrix, convolution_struct in packed.h
-_FORMER_MAGIC = b"CRAM1\0\0\0"
+_FORMER_MAGICS = (b"CRAM1\0\0\0", b"CRAM2\0\0\0")
 _ALIGNMENT = 8  # bytes
 _ROWS_AT = 16  # byte of the header that holds the number of rows
 _MOST = 2**31 - 1
@@ -150,7 +150,7 @@ def check_packed(packed: Tensor) -> None:
 
 
 def _hint(packed: Tensor) -> str:
-    if packed.numel() >= 8 and bytes(packed[:8].tolist()) == _FORMER_MAGIC:
+    if packed.numel() >= 8 and bytes(packed[:8].tolist()) in _FORMER_MAGICS:
         return ": it was packed by an earlier version of torchcram, prepare the model again"
     return ""
 

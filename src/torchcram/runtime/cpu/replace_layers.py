@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import has_int8
-from torchcram.runtime.cpu.memory_format import images_innermost, is_channels_last
+from torchcram.runtime.cpu.memory_format import is_channels_last
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d, SparseLinear, SparseLinearInt8
+from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import Geometry
 from torchcram.runtime.cpu.reordered import can_reorder, reordered
 

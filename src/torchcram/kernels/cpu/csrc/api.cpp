@@ -1,4 +1,5 @@
 // The C interface of the library, called through ctypes.
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <vector>
@@ -11,8 +12,9 @@
 
 namespace torchcram {
 
-int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
-             const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room);
+int64_t pack(const float* weight, int64_t rows, const std::vector<int64_t>& inner_starts,
+             int64_t layout, const uint16_t* offsets, int64_t panel_bytes, void* out,
+             int64_t room);
 bool check(const void* memory, int64_t bytes);
 void use_openmp(void* parallel);
 
@@ -56,7 +58,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 6; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 7; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -99,31 +101,42 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows
   return without_exceptions([&]() -> int64_t {
     std::vector<uint16_t> offsets(inner);
     for (int64_t k = 0; k < inner; ++k) offsets[k] = uint16_t((k % block + 1) * kPanelBytes);
-    return pack(weight, rows, inner, layout, offsets.data(), block, (block + 1) * kPanelBytes, out,
-                room);
+    std::vector<int64_t> starts;
+    for (int64_t k = 0; k < inner; k += block) starts.push_back(k);
+    starts.push_back(inner);
+    return pack(weight, rows, starts, layout, offsets.data(), (block + 1) * kPanelBytes, out, room);
   });
 }
 
-// Packs a convolution for panels of images; panels of pixels use torchcram_pack_linear.
+// Packs a convolution for panels of images; panels of pixels use torchcram_pack_linear. Every block
+// belongs to one row of the kernel, and all rows of the kernel have the same blocks of channels.
 TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t layout,
                                                const Convolution* shape, void* out, int64_t room) {
   const Convolution& c = *shape;
   Strip strip;
-  if (c.channels < 1 || c.kernel_h < 1 || !strip.lay_out(c)) return -1;
-  const int64_t kernel = c.kernel_h * c.kernel_w, slots = c.kernel_h * strip.slots;
-  const int64_t limit = kPixelPanelBytes / (slots * 64);
-  const int64_t channels = limit > c.channels ? c.channels : limit < 1 ? 1 : limit;
-  const int64_t bytes = kPanelBytes + channels * slots * 64;
+  if (rows < 1 || c.channels < 1 || c.kernel_h < 1 || !strip.lay_out(c)) return -1;
+  const int64_t limit = std::max(kPixelPanelBytes / (strip.slots * 64), int64_t(1));
+  const int64_t blocks = (c.channels + limit - 1) / limit;
+  const int64_t most = (c.channels + blocks - 1) / blocks;  // channels of a block
+  const int64_t bytes = kPanelBytes + most * strip.slots * 64;
   if (bytes > kPanelRoom) return -1;
   return without_exceptions([&]() -> int64_t {
-    std::vector<uint16_t> offsets(c.channels * kernel);
-    for (int64_t k = 0; k < c.channels * kernel; ++k) {
-      const int64_t row = k / kernel % channels * c.kernel_h + k / c.kernel_w % c.kernel_h;
-      const int64_t slot = row * strip.slots + strip.slot_of[k % c.kernel_w];
-      offsets[k] = uint16_t(kPanelBytes + slot * 64);
-    }
-    return pack(weight, rows, c.channels * kernel, layout, offsets.data(), channels * kernel, bytes,
-                out, room);
+    const int64_t inner = c.kernel_h * c.channels * c.kernel_w;
+    std::vector<float> ordered(rows * inner);  // [row][ky][channel][kx]
+    std::vector<uint16_t> offsets;
+    std::vector<int64_t> starts;
+    for (int64_t ky = 0, k = 0; ky < c.kernel_h; ++ky)
+      for (int64_t channel = 0; channel < c.channels; ++channel) {
+        if (channel % most == 0) starts.push_back(k);
+        for (int64_t kx = 0; kx < c.kernel_w; ++kx, ++k) {
+          const int64_t slot = channel % most * strip.slots + strip.slot_of[kx];
+          offsets.push_back(uint16_t(kPanelBytes + slot * 64));
+          const float* from = weight + (channel * c.kernel_h + ky) * c.kernel_w + kx;
+          for (int64_t row = 0; row < rows; ++row) ordered[row * inner + k] = from[row * inner];
+        }
+      }
+    starts.push_back(inner);
+    return pack(ordered.data(), rows, starts, layout, offsets.data(), bytes, out, room);
   });
 }
 
@@ -141,6 +154,16 @@ static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
     if (needed > packed.inner_starts[packed.blocks() + 1]) return false;
   }
   return true;
+}
+
+// The same for panels of images: blocks as torchcram_pack_images makes them.
+static bool fits_images(const Packed& packed, const Convolution& c, const Strip& strip) {
+  if (packed.blocks() % c.kernel_h) return false;
+  const int64_t* starts = packed.inner_starts;
+  const int64_t blocks = packed.blocks() / c.kernel_h, row = c.channels * c.kernel_w;
+  for (int64_t block = 0; block < packed.blocks(); ++block)
+    if (starts[block] != block / blocks * row + starts[block % blocks]) return false;
+  return fits(packed, c.kernel_w, strip.slots * 64);
 }
 
 static Job make_job(const Packed& packed, const float* x, const float* bias, const float* residual,
@@ -244,17 +267,23 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
   if (h.rows != rows) return 0;
   if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
   Strip strip;
-  if (by_images && !strip.lay_out(c)) return 0;
-  const int64_t kernel = c.kernel_h * c.kernel_w;
-  if (by_images ? !fits(packed, kernel, c.kernel_h * strip.slots * 64)
+  if (by_images ? !strip.lay_out(c) || !fits_images(packed, c, strip)
                 : !fits(packed, 1, kPanelBytes))
     return 0;
-  const int64_t tasks = by_images ? (c.batch + 15) / 16 * c.out_h
-                                  : c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
-  const int64_t splits = count_splits(tasks, threads, packed);
   Job job = make_job(packed, x, bias, residual, activation, y);
-  job.splits = splits, job.shape = shape, job.strip = &strip;
-  return run_tasks(by_images ? kernels->images : kernels->pixels, &job, tasks * splits, threads);
+  job.shape = shape, job.strip = &strip;
+  if (!by_images) {
+    const int64_t tasks = c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
+    job.splits = count_splits(tasks, threads, packed);
+    return run_tasks(kernels->pixels, &job, tasks * job.splits, threads);
+  }
+  // Rows of outputs that one task computes share their pixels; several tasks a thread even out.
+  const int64_t strips = (c.batch + 15) / 16 * ((c.out_w + 3) / 4);
+  const int64_t bands = threads > 1 ? (4 * threads + strips - 1) / strips : 1;
+  job.band = (c.out_h + bands - 1) / bands;
+  const int64_t tasks = strips * ((c.out_h + job.band - 1) / job.band);
+  job.splits = count_splits(tasks, threads, packed);
+  return run_tasks(kernels->images, &job, tasks * job.splits, threads);
 }
 
 namespace {
@@ -312,6 +341,14 @@ TORCHCRAM_EXPORT int torchcram_max_pool(const float* x, int64_t planes, const in
       !inside(job.width, job.kernel_w, job.stride_w, job.pad_w, job.out_w))
     return 0;
   return run_tasks(kernels->max_pool, &job, planes, threads);
+}
+
+// Reverses the order of three dimensions in memory. Returns 1.
+TORCHCRAM_EXPORT int torchcram_reverse_dimensions(const float* x, int64_t outer, int64_t middle,
+                                                  int64_t inner, float* y, int threads) {
+  const Reversal job{outer, middle, inner, x, y};
+  const int64_t tasks = ((outer + kPanel - 1) / kPanel) * ((inner + kPanel - 1) / kPanel);
+  return run_tasks(kernels->reverse_dimensions, &job, tasks, threads);
 }
 
 // Self-attention of each sequence; returns 0 if there is no kernel for it.

@@ -99,7 +99,7 @@ void pixels(const void* data, int64_t task) {
   const float* input = job.input + image * c.channels * c.stride_w * c.height * c.width;
   for (int64_t block = 0; block < packed.blocks(); ++block) {
     load_pixels(job, segments, block, input, panel + kPanel);
-    multiply(rows, block, panel, vectors, job.bias);
+    multiply(rows, block, panel, vectors, job.bias, block == 0);
   }
   for (int64_t group = rows.first; group < rows.last; ++group)
     for (int64_t row = 0; row < packed.group_rows(group); ++row) {
@@ -122,44 +122,40 @@ void pixels(const void* data, int64_t task) {
 
 constexpr int kImages = 16;  // images in a panel, for each of 4 neighbouring outputs
 
-// Loads panel[channel][ky][slot][image] for the channels of a block and the 4 outputs that begin at
-// a column. With `Full` there are 16 images; otherwise the lanes of missing images stay zero.
+// Loads panel[channel][slot][image] for the channels of a block, from the row `y` of the input and
+// for the 4 outputs that begin at a column. With `Full` there are 16 images; otherwise the lanes of
+// missing images stay zero.
 template <bool Full>
-void load_images(const Job& job, int64_t block, int64_t row, int64_t column, int64_t image,
-                 int64_t images, float* panel) {
+void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int64_t column,
+                 int64_t image, int64_t images, float* panel) {
   const Convolution& c = *job.shape;
-  const int64_t kernel = c.kernel_h * c.kernel_w, *starts = job.packed->inner_starts + block;
-  const int64_t first = starts[0] / kernel, channels = starts[1] / kernel - first;
-  const int64_t step = c.kernel_h * job.strip->slots * kImages;  // to the next channel
-  for (int64_t ky = 0; ky < c.kernel_h; ++ky) {
-    const int64_t y = row * c.stride_h + ky * c.dilation_h - c.pad_h;
-    for (int64_t slot = 0; slot < job.strip->slots; ++slot, panel += kImages) {
-      const int64_t x = column * c.stride_w - c.pad_w + job.strip->pixel_of[slot];
-      float* to = panel;
-      if (y < 0 || y >= c.height || x < 0 || x >= c.width) {
-        for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
-        continue;
-      }
-      const float* from = job.input + ((y * c.width + x) * c.channels + first) * c.batch + image;
-      for (int64_t i = 0; i < channels; ++i, to += step, from += c.batch) {
-        if (Full)
-          for (int lane = 0; lane < kImages; lane += kLanes) store(to + lane, load(from + lane));
-        else
-          memcpy(to, from, images * sizeof(float));
-      }
+  const int64_t step = job.strip->slots * kImages;  // to the next channel
+  for (int64_t slot = 0; slot < job.strip->slots; ++slot, panel += kImages) {
+    const int64_t x = column * c.stride_w - c.pad_w + job.strip->pixel_of[slot];
+    float* to = panel;
+    if (x < 0 || x >= c.width) {
+      for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
+      continue;
+    }
+    const float* from = job.input + ((y * c.width + x) * c.channels + first) * c.batch + image;
+    for (int64_t i = 0; i < channels; ++i, to += step, from += c.batch) {
+      if (Full)
+        for (int lane = 0; lane < kImages; lane += kLanes) store(to + lane, load(from + lane));
+      else
+        memcpy(to, from, images * sizeof(float));
     }
   }
 }
 
 template <bool Full>
-void store_images(const Job& job, const RowRange& rows, int64_t row, int64_t column, int64_t wide,
-                  int64_t image, int64_t images) {
+void store_images(const Job& job, const RowRange& rows, int64_t sums_panel, int64_t row,
+                  int64_t column, int64_t wide, int64_t image, int64_t images) {
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
   const bool rectify = job.activation == kRelu;
   for (int64_t pixel = 0; pixel < wide; ++pixel)
     for (int64_t group = rows.first; group < rows.last; ++group) {
-      const float* sums = rows.of(group) + pixel * kImages;
+      const float* sums = rows.of(group, sums_panel) + pixel * kImages;
       const int64_t feature = packed.first_row(group), count = packed.group_rows(group);
       const int64_t pixel_index = (row * c.out_w + column + pixel) * packed.header->rows + feature;
       const int64_t at = pixel_index * c.batch + image;
@@ -181,31 +177,114 @@ void store_images(const Job& job, const RowRange& rows, int64_t row, int64_t col
     }
 }
 
+// The sums of a strip of outputs, 4 wide, of 16 images, while the rows of the input pass by. A row
+// of the input is loaded once for all rows of outputs that need it, and their sums wait for the
+// next ones: `open` of them at most.
+struct ImageStrip {
+  const Job& job;
+  const Convolution& c;
+  const RowRange& rows;
+  int64_t first, last;  // rows of outputs
+  int64_t column, wide, image, images, open;
+  float* panel;
+
+  // Calls a function with each row of the kernel that takes a row of the input for an output of
+  // the strip, and with the row of that output.
+  template <class Function>
+  TORCHCRAM_INLINE void with_outputs(int64_t y, Function function) const {
+    for (int64_t ky = 0; ky < c.kernel_h; ++ky) {
+      const int64_t from_top = y + c.pad_h - ky * c.dilation_h, row = from_top / c.stride_h;
+      if (from_top >= 0 && from_top % c.stride_h == 0 && row >= first && row < last)
+        function(ky, row);
+    }
+  }
+
+  // Whether no kernel row above this one lies within the input.
+  bool is_first(int64_t ky, int64_t row) const {
+    return ky == 0 || row * c.stride_h - c.pad_h + (ky - 1) * c.dilation_h < 0;
+  }
+
+  void add_row(int64_t y) {
+    bool needed = false;
+    with_outputs(y, [&](int64_t, int64_t) { needed = true; });
+    if (!needed) return;
+    const Packed& packed = rows.packed;
+    const int64_t blocks = packed.blocks() / c.kernel_h, *starts = packed.inner_starts;
+    const int vectors = int(wide * kImages / kLanes);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t channel = starts[block] / c.kernel_w;
+      const int64_t channels = starts[block + 1] / c.kernel_w - channel;
+      (images == kImages ? load_images<true> : load_images<false>)(
+          job, channel, channels, y, column, image, images, panel + kPanel);
+      with_outputs(y, [&](int64_t ky, int64_t row) {
+        multiply(rows, ky * blocks + block, panel, vectors, job.bias,
+                 block == 0 && is_first(ky, row), row % open);
+      });
+    }
+  }
+
+  void store_row(int64_t row) const {
+    (images == kImages ? store_images<true> : store_images<false>)(
+        job, rows, row % open, row, column, wide, image, images);
+  }
+
+  // The sums of a row whose kernel lies outside of the input.
+  void fill_with_bias(int64_t row) const {
+    for (int64_t group = rows.first; group < rows.last; ++group)
+      for (int64_t i = 0; i < rows.packed.group_rows(group); ++i)
+        for (int64_t lane = 0; lane < kPanel; ++lane)
+          rows.of(group, row % open)[i * kPanel + lane] =
+              job.bias ? job.bias[rows.packed.first_row(group) + i] : 0.0f;
+  }
+
+  void run() {
+    const int64_t reach = (c.kernel_h - 1) * c.dilation_h;
+    int64_t next = 0;
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t top = row * c.stride_h - c.pad_h;
+      bool inside = false;
+      for (int64_t ky = 0; ky < c.kernel_h; ++ky)
+        inside |= top + ky * c.dilation_h >= 0 && top + ky * c.dilation_h < c.height;
+      if (!inside) {
+        fill_with_bias(row);
+      } else {
+        if (next < top) next = top;
+        for (; next < c.height && next <= top + reach; ++next) add_row(next);
+      }
+      store_row(row);
+    }
+  }
+};
+
 // The lanes of a panel are 16 images, its vectors 4 neighbouring outputs. Images are the innermost
-// dimension: [row][column][channel][image]. A task is a row of outputs of 16 images.
+// dimension: [row][column][channel][image]. A task is a band of rows of a strip.
 void images(const void* data, int64_t task) {
   const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;
   const Convolution& c = *job.shape;
-  const RowRange rows(packed, task % job.splits, job.splits, 0);
-  const int64_t sets = (c.batch + kImages - 1) / kImages;
-  const int64_t image = task / job.splits % sets * kImages, row = task / job.splits / sets;
-  const int64_t images_here = c.batch - image < kImages ? c.batch - image : kImages;
-  const bool full = images_here == kImages;
-  const size_t used = packed.inner_starts[packed.blocks() + 1];
+  const int64_t open = (c.kernel_h - 1) * c.dilation_h / c.stride_h + 1;
+  const RowRange rows(packed, task % job.splits, job.splits, 0, open);
+  const int64_t sets = (c.batch + kImages - 1) / kImages, strips = (c.out_w + 3) / 4;
+  const int64_t at = task / job.splits;
+  const int64_t image = at % sets * kImages, column = at / sets % strips * 4;
+  const int64_t first = at / sets / strips * job.band;
+  const auto at_most = [](int64_t count, int64_t most) { return count < most ? count : most; };
   float* panel = scratch(1, kPanelFloats);
-  if (!full) memset(panel, 0, used);
+  const int64_t images_here = at_most(c.batch - image, kImages);
+  if (images_here < kImages) memset(panel, 0, packed.inner_starts[packed.blocks() + 1]);
   clear_column(panel);
-  for (int64_t column = 0; column < c.out_w; column += 4) {
-    const int64_t wide = c.out_w - column < 4 ? c.out_w - column : 4;
-    for (int64_t block = 0; block < packed.blocks(); ++block) {
-      (full ? load_images<true> : load_images<false>)(job, block, row, column, image, images_here,
-                                                      panel + kPanel);
-      multiply(rows, block, panel, int(wide * kImages / kLanes), job.bias);
-    }
-    (full ? store_images<true> : store_images<false>)(job, rows, row, column, wide, image,
-                                                      images_here);
-  }
+  ImageStrip{job,
+             c,
+             rows,
+             first,
+             at_most(first + job.band, c.out_h),
+             column,
+             at_most(c.out_w - column, 4),
+             image,
+             images_here,
+             open,
+             panel}
+      .run();
 }
 
 }  // namespace

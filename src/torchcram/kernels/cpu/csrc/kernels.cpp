@@ -5,6 +5,7 @@
 #include "int8.h"
 #include "linear.h"
 #include "pooling.h"
+#include "reversal.h"
 #include "rows.h"
 
 namespace torchcram {
@@ -38,6 +39,6 @@ constexpr Task kInt8 = nullptr;
 extern const Kernels TORCHCRAM_KERNELS;
 const Kernels TORCHCRAM_KERNELS = {
     kName,   linear,      pixels,    images,      attention, kInt8,
-    decoder, row_product, norm_rows, gate_values, max_pool};
+    decoder, row_product, norm_rows, gate_values, max_pool,  reverse_dimensions};
 
 }  // namespace torchcram

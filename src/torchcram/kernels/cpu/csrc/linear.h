@@ -75,7 +75,7 @@ void multiply_tokens(const Job& job, const RowRange& rows, int64_t first, int64_
     const int64_t k = packed.inner_starts[block];
     load_tokens(job.input + first * inner + k, inner, tokens, packed.inner_starts[block + 1] - k,
                 panel + kPanel);
-    multiply(rows, block, panel, vectors, job.bias);
+    multiply(rows, block, panel, vectors, job.bias, block == 0);
   }
 }
 
@@ -103,7 +103,7 @@ void linear(const void* data, int64_t task) {
   for (int64_t block = 0; block < job.then->blocks(); ++block) {
     float* panel = rows.sums + (job.then->inner_starts[block] - 1) * kPanel;
     clear_column(panel);
-    multiply(next, block, panel, (tokens + kLanes - 1) / kLanes, job.then_bias);
+    multiply(next, block, panel, (tokens + kLanes - 1) / kLanes, job.then_bias, block == 0);
   }
   store_rows(job, next, first, tokens, kNone);
 }

@@ -172,34 +172,40 @@ void multiply(const Packed& packed, int64_t block, int64_t group, const char* pa
   }
 }
 
-// Groups of rows from `first` up to, not including, `last`, and their sums: [row][64].
+// Groups of rows from `first` up to, not including, `last`, and their sums: [row][64]. There may be
+// sums of several panels.
 struct RowRange {
   int64_t first, last;
   float* sums;
   const Packed& packed;
-  RowRange(const Packed& p, int64_t part, int64_t parts, int slot)
+  RowRange(const Packed& p, int64_t part, int64_t parts, int slot, int64_t panels = 1)
       : first(p.groups() * part / parts), last(p.groups() * (part + 1) / parts), packed(p) {
     // There is room behind the last rows for any row that a stream may name and, if the sums are
     // the panel of another layer, for any column that its streams may name. One column comes first.
     static_assert(kSumsRows * kPanelBytes >= kPanelRoom + kPanelBytes, "");
-    const int64_t rows = packed.first_row(last) - packed.first_row(first) + kSumsRows;
-    sums = scratch(slot, (rows + 1) * kPanel) + kPanel;
+    sums = scratch(slot, (panels * panel_rows() + kSumsRows + 1) * kPanel) + kPanel;
   }
-  float* of(int64_t group) const {
-    return sums + (packed.first_row(group) - packed.first_row(first)) * kPanel;
+  float* of(int64_t group, int64_t panel = 0) const {
+    const int64_t row = packed.first_row(group) - packed.first_row(first);
+    return sums + (panel * panel_rows() + row) * kPanel;
   }
+
+ private:
+  // Rows of a panel, including those that streams name in place of missing ones.
+  int64_t panel_rows() const { return (last - first) * packed.header->group_rows; }
 };
 
 // sums += W[rows, block] panel for the first `vectors` vectors of the panel, whose first column
-// holds zeros. The first block starts from the bias.
+// holds zeros. The first product of a panel starts from the bias.
 void multiply(const RowRange& rows, int64_t block, const float* panel, int vectors,
-              const float* bias) {
+              const float* bias, bool first, int64_t sums = 0) {
   const char* x = reinterpret_cast<const char*>(panel);
   for (int64_t group = rows.first; group < rows.last; ++group) {
-    if (block == 0)
-      multiply<true>(rows.packed, block, group, x, rows.of(group), vectors, bias);
+    float* y = rows.of(group, sums);
+    if (first)
+      multiply<true>(rows.packed, block, group, x, y, vectors, bias);
     else
-      multiply<false>(rows.packed, block, group, x, rows.of(group), vectors, nullptr);
+      multiply<false>(rows.packed, block, group, x, y, vectors, nullptr);
   }
 }
 

@@ -244,20 +244,20 @@ void add_quad_rows(const Dense& dense, int64_t first, int64_t last, int64_t from
 
 }  // namespace
 
-// Returns the number of bytes, -1 for an empty matrix, and writes them if there is room.
-int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
-             const uint16_t* offsets, int64_t block, int64_t panel_bytes, void* out, int64_t room) {
-  if (rows < 1 || inner < 1 || block < 1) return -1;
+// Returns the number of bytes, -1 for an empty matrix, and writes them if there is room. `inner_starts`
+// holds the first k of each block and the number of k.
+int64_t pack(const float* weight, int64_t rows, const std::vector<int64_t>& inner_starts,
+             int64_t layout, const uint16_t* offsets, int64_t panel_bytes, void* out,
+             int64_t room) {
+  const int64_t inner = inner_starts.back();
+  if (rows < 1 || inner < 1) return -1;
   Header h{};
   h.magic = kMagic, h.rows = rows, h.inner = inner, h.layout = layout;
-  h.blocks = (inner + block - 1) / block;
+  h.blocks = inner_starts.size() - 1;
   h.groups = 1;
   while (rows > h.groups * kMostRows) h.groups *= 2;
   h.group_rows = ((rows + h.groups - 1) / h.groups + 15) / 16 * 16;
   h.groups = (rows + h.group_rows - 1) / h.group_rows;
-  std::vector<int64_t> inner_starts;
-  for (int64_t b = 0; b <= h.blocks; ++b) inner_starts.push_back(std::min(b * block, inner));
-  inner_starts.push_back(panel_bytes);
   const Dense dense{weight, rows, inner, offsets};
   Streams streams;
   std::vector<Start> starts;
@@ -277,6 +277,7 @@ int64_t pack(const float* weight, int64_t rows, int64_t inner, int64_t layout,
   memset(to, 0, h.bytes);
   memcpy(to, &h, sizeof h);
   memcpy(to + sizeof h, inner_starts.data(), inner_starts.size() * 8);
+  memcpy(to + sizeof h + inner_starts.size() * 8, &panel_bytes, 8);
   memcpy(to + starts_at(h), starts.data(), starts.size() * sizeof(Start));
   memcpy(to + h.columns_at, streams.columns.data(), streams.columns.size() * 2);
   std::copy(streams.values.begin(), streams.values.end(),  // empty if all weights are zero

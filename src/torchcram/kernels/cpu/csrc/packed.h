@@ -30,7 +30,7 @@ constexpr int kPanelBytes = 256;             // bytes of a panel for one k
 constexpr int kMostRows = 384;               // rows of a group, at most
 constexpr int kSumsRows = 512;               // rows of the sums of a group, a power of two
 constexpr int64_t kPanelRoom = 65536;        // bytes that 16-bit columns can address
-constexpr int64_t kMagic = 0x324d415243;     // "CRAM2"
+constexpr int64_t kMagic = 0x334d415243;     // "CRAM3"
 constexpr int64_t kPixelPanelBytes = 28672;  // panel of pixels that fits into L1
 constexpr size_t kAlign = 64;
 
@@ -73,8 +73,8 @@ struct Convolution {
       dilation_h, dilation_w, out_h, out_w;
 };
 
-// Slots of the pixels of 4 neighbouring outputs in a strip for one kernel row. The outputs of a
-// kernel column have neighbouring slots, whatever the stride.
+// Slots of the pixels of a row that 4 neighbouring outputs need. The outputs of a kernel column have
+// neighbouring slots, whatever the stride.
 struct Strip {
   int64_t slots = 0;
   int64_t slot_of[64];    // by kernel column
@@ -97,6 +97,7 @@ struct Job {
   // For convolutions.
   const Convolution* shape = nullptr;
   const Strip* strip = nullptr;
+  int64_t band = 0;  // rows of outputs of a task
   // For 8 bits: features of a token, and the initial sum and the scale of each row. The initial sum
   // makes up for a zero point of 128; kernels with signed activations do not read it.
   int64_t inner = 0;
@@ -133,6 +134,13 @@ struct RowNorm {
 // pixel.
 struct MaxPool {
   int64_t height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, out_h, out_w;
+  const float* x;
+  float* y;
+};
+
+// y[inner][middle][outer] = x[outer][middle][inner].
+struct Reversal {
+  int64_t outer, middle, inner;
   const float* x;
   float* y;
 };
@@ -192,7 +200,7 @@ struct Kernels {
   void (*decoder)(const void* step, int threads);
   void (*row_product)(const RowMatrix& matrix, const float* x, int64_t count, float* y,
                       int threads);
-  Task norm_rows, gate_values, max_pool;
+  Task norm_rows, gate_values, max_pool, reverse_dimensions;
 };
 
 extern const Kernels kAvx512, kAvx2, kNeonDotprod, kNeon, kPortable;

@@ -28,6 +28,7 @@ from torchcram.runtime.cpu.ops.common import (
     require_floats,
     require_rows,
 )
+from torchcram.runtime.cpu.ops.image_layout import images_innermost, images_outermost
 from torchcram.runtime.cpu.packing import Geometry, check_packed, convolution_struct, rows_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _sparse_conv2d(
     y = empty_images(x, size, native)
     residual = _expand_residual(residual, y, by_images)
     if by_images:
-        images, padded = x.permute(IMAGES_INNERMOST).contiguous(), (height, width)
+        images, padded = images_innermost(x), (height, width)
     else:
         images, padded = _pad(x, shape)
     computed = rows == features and kernels().torchcram_convolution(
@@ -76,7 +77,11 @@ def _sparse_conv2d(
             f"the packed matrix does not hold {shape} from {channels} channels to {features}"
         )
     dim_order = output_dim_order(x, by_images=by_images, channels_last=channels_last)
-    return y if dim_order == native else empty_images(x, size, dim_order).copy_(y)
+    if dim_order == native:
+        return y
+    if dim_order == CONTIGUOUS:
+        return images_outermost(y)
+    return empty_images(x, size, dim_order).copy_(y)
 
 
 def _fake_conv2d(
@@ -170,7 +175,7 @@ def _expand_residual(residual: Tensor | None, y: Tensor, by_images: bool) -> Ten
     if residual is None:
         return None
     residual = expand_residual(y, residual)
-    return residual.permute(IMAGES_INNERMOST).contiguous() if by_images else residual.contiguous()
+    return images_innermost(residual) if by_images else residual.contiguous()
 
 
 def _pad(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
