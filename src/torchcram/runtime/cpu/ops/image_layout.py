@@ -1,4 +1,4 @@
-"""Images as the innermost dimension in memory, and back: copies for which those of torch are slow."""
+"""Copies between images as the outermost and as the innermost dimension in memory."""
 
 from __future__ import annotations
 
