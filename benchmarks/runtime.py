@@ -1,5 +1,7 @@
 """Sparse kernels on the CPU against dense torch, compiled torch, ONNX Runtime and DeepSparse.
 
+On processors with AMX, compiled torch is also measured in bfloat16.
+
     python benchmarks/runtime.py [--work linear bert resnet18 ...] [--rounds N] [--threads N]
                                  [--deepsparse PYTHON]
 
@@ -32,11 +34,13 @@ from torch import Tensor, nn
 
 import torchcram
 from torchcram import runtime
+from torchcram.experiments.machine import has_bfloat16_units
 from torchcram.experiments.models.small import ResNet18
 from torchcram.runtime.outputs import tensor_error
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 DENSE = ["MatMul", "Gemm"]  # operators of Linear layers in ONNX
+BFLOAT16 = "torch.compile, bfloat16"
 SERVER = Path(__file__).parent / "deepsparse_server.py"
 Work = Callable[[], Tensor]
 
@@ -170,6 +174,10 @@ def others(model: nn.Module, x: Tensor, threads: int) -> dict[str, Work]:
     work: dict[str, Work] = {"torch": lambda: model(x)}
     compiled = torch.compile(copy.deepcopy(model))
     work["torch.compile"] = lambda: compiled(x)
+    if has_bfloat16_units():
+        small = torch.compile(copy.deepcopy(model).bfloat16())
+        rounded = x.bfloat16() if x.is_floating_point() else x
+        work[BFLOAT16] = lambda: small(rounded)
     try:
         work["ONNX Runtime"] = onnx_runtime(copy.deepcopy(model), x, threads)
     except ImportError:
@@ -192,6 +200,8 @@ def measure(
     model.eval().requires_grad_(False)
     work = others(model, x, torch.get_num_threads())
     errors = {}
+    if BFLOAT16 in work:
+        errors[BFLOAT16] = tensor_error(model(x), work[BFLOAT16]().float()).relative
     threads = torch.get_num_threads()
     fast = runtime.prepare(model, x)
     work["torchcram, dense"] = lambda dense=fast: dense(x)  # type: ignore[misc]

@@ -45,10 +45,10 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAMES",
-            show_default="all but torchcram-compiled",
-            help="Engines, separated by commas: torch, compiled, onnxruntime, torchcram, "
-            "torchcram-compiled; on a GPU torch, compiled, torchcram; for generation torch, "
-            "torch-bf16, torchcram, torchcram-bf16, torchcram-int8.",
+            show_default="all but torchcram-compiled, and compiled-bf16 only with AMX",
+            help="Engines, separated by commas: torch, compiled, compiled-bf16, onnxruntime, "
+            "torchcram, torchcram-compiled; on a GPU torch, compiled, torchcram; for generation "
+            "torch, torch-bf16, torchcram, torchcram-bf16, torchcram-int8.",
         ),
     ] = None,
     forward: Annotated[

@@ -6,10 +6,14 @@ import importlib.metadata
 import os
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchcram import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKAGES = ("torch", "torchvision", "transformers", "numpy", "scikit-learn")
 
@@ -45,6 +49,12 @@ def _cpu_model() -> str | None:
         return None
     models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     return models[0] if models else None
+
+
+def has_bfloat16_units() -> bool:
+    """Returns whether the CPU has matrix units for bfloat16 that torch uses: AMX."""
+    supported: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return supported is not None and supported()
 
 
 def cores() -> int:

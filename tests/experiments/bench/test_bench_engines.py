@@ -6,15 +6,17 @@ import torch
 from torch import nn
 
 from torchcram import compress, compressible_weights, parse_operator, runtime
+from torchcram.experiments.bench import engines
 from torchcram.experiments.bench.candidates import Candidate
 from torchcram.experiments.bench.engines import (
+    COMPILED_BFLOAT16,
     CPU_ENGINES,
-    DEFAULT,
     GPU_ENGINES,
     PreparedRun,
     UnableError,
     check_engines,
     cpu_engines,
+    default_cpu_engines,
     gpu_engines,
 )
 from torchcram.experiments.bench.run import Files
@@ -52,7 +54,9 @@ def test_every_engine_computes_what_torch_does(name, target, tmp_path):
     before = copy.deepcopy(one.model.state_dict())
     prepared = engine.prepare(one, IMAGES, 1)
     with torch.no_grad():
-        assert difference(one.model(IMAGES), prepared.run()) < 1e-5
+        error = difference(one.model(IMAGES), prepared.run())
+    assert error < (1e-2 if name == COMPILED_BFLOAT16 else 1e-5)
+    assert error > 0 or name != COMPILED_BFLOAT16
     after = one.model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
@@ -64,6 +68,13 @@ def test_compiled_code_computes_what_torch_does(name, tmp_path):
     (engine,) = cpu_engines([name], Files(tmp_path).onnx)
     with torch.no_grad():
         assert difference(one.model(IMAGES), engine.prepare(one, IMAGES, 1).run()) < 1e-5
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_bfloat16_is_measured_by_default_where_the_processor_has_units_for_it(monkeypatch, units):
+    monkeypatch.setattr(engines, "has_bfloat16_units", lambda: units)
+    assert (COMPILED_BFLOAT16 in default_cpu_engines()) == units
+    assert {"torch", "compiled", "onnxruntime", "torchcram"} <= set(default_cpu_engines())
 
 
 def test_code_is_compiled_for_the_threads_in_use(monkeypatch, tmp_path):
@@ -230,7 +241,7 @@ def test_bad_engines_are_refused(names, said):
 
 
 def test_all_engines_can_be_asked_for():
-    check_engines(DEFAULT, CPU_ENGINES)
+    check_engines(default_cpu_engines(), CPU_ENGINES)
     device = torch.device("cuda")
     assert tuple(engine.name for engine in gpu_engines(GPU_ENGINES, device)) == GPU_ENGINES
 

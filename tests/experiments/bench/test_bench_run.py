@@ -5,7 +5,7 @@ from runs import CPU
 from torchcram import compress
 from torchcram.experiments.bench import run as module
 from torchcram.experiments.bench.candidates import Candidate
-from torchcram.experiments.bench.engines import DEFAULT, GPU_ENGINES
+from torchcram.experiments.bench.engines import GPU_ENGINES, default_cpu_engines
 from torchcram.experiments.bench.run import Plan, choose_engines, example_batch, run_bench
 from torchcram.experiments.recipe.build import build_batches, target_weights
 from torchcram.pruners import parse_pruner
@@ -105,6 +105,7 @@ def test_rounds_that_are_asked_for_are_not_cut_short(
 
 
 CUDA = torch.device("cuda")
+DEFAULT = default_cpu_engines()
 GENERATING = ("torch", "torch-bf16", "torchcram", "torchcram-bf16", "torchcram-int8")
 
 

@@ -13,14 +13,17 @@ import torch
 
 from torchcram import runtime
 from torchcram.experiments.io.dataclass_io import did_you_mean
+from torchcram.experiments.machine import has_bfloat16_units
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchcram.experiments.bench.candidates import Candidate
 
-CPU_ENGINES = ("torch", "compiled", "onnxruntime", "torchcram", "torchcram-compiled")
-DEFAULT = CPU_ENGINES[:4]
+COMPILED_BFLOAT16 = "compiled-bf16"
+CPU_ENGINES = (
+    *("torch", "compiled", COMPILED_BFLOAT16, "onnxruntime", "torchcram", "torchcram-compiled"),
+)
 GPU_ENGINES = ("torch", "compiled", "torchcram")
 DTYPE = torch.bfloat16  # on a GPU
 
@@ -78,13 +81,26 @@ class Torch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """torch.compile with inductor, for the shape and the number of threads in use."""
+    """torch.compile with inductor, for the shape and the number of threads in use.
 
-    name: str = "compiled"
+    Attributes:
+        bfloat16: Whether weights and activations are bfloat16 instead of float32.
+    """
+
+    bfloat16: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return COMPILED_BFLOAT16 if self.bfloat16 else "compiled"
 
     def prepare(self, candidate: Candidate, example: Tensor, threads: int) -> PreparedRun:
         """Compiles the model and runs it once."""
-        return PreparedRun(_compiled(candidate.model, example, threads))
+        model = candidate.model
+        if self.bfloat16:
+            model = copy.deepcopy(model).bfloat16()
+            example = example.bfloat16() if example.is_floating_point() else example
+        return PreparedRun(_compiled(model, example, threads))
 
 
 @dataclass(frozen=True)
@@ -149,6 +165,15 @@ class Runtime:
         return PreparedRun(run, note)
 
 
+def default_cpu_engines() -> tuple[str, ...]:
+    """Returns the engines that a CPU is measured with if none are named.
+
+    Dense models in bfloat16 are fast on processors with matrix units for it, and slow on others.
+    """
+    left_out = {"torchcram-compiled"} | (set() if has_bfloat16_units() else {COMPILED_BFLOAT16})
+    return tuple(name for name in CPU_ENGINES if name not in left_out)
+
+
 def cpu_engines(names: Sequence[str], file: Callable[[Candidate, Tensor], Path]) -> list[Engine]:
     """Returns engines by their names.
 
@@ -159,6 +184,7 @@ def cpu_engines(names: Sequence[str], file: Callable[[Candidate, Tensor], Path])
     every: list[Engine] = [
         Torch(),
         Compiled(),
+        Compiled(bfloat16=True),
         OnnxRuntime(file),
         Runtime(),
         Runtime(compiled=True),

@@ -14,11 +14,11 @@ import torch
 from torchcram import artifact
 from torchcram.experiments.bench.engines import (
     CPU_ENGINES,
-    DEFAULT,
     GPU_ENGINES,
     UnableError,
     check_engines,
     cpu_engines,
+    default_cpu_engines,
     gpu_engines,
 )
 from torchcram.experiments.bench.generation import (
@@ -113,7 +113,7 @@ def choose_engines(
         running = CPU_ENGINES if on_cpu else GPU_ENGINES
     generating = GENERATION_ENGINES if generation else ()
     if names is None:
-        running = DEFAULT if on_cpu and forward else running
+        running = default_cpu_engines() if on_cpu and forward else running
     else:
         check_engines(names, tuple(dict.fromkeys((*running, *generating))))
         running = tuple(name for name in names if name in running)

@@ -55,7 +55,8 @@ TORCHCRAM_INLINE void copy_segment(float* to, const float* from, int64_t length)
   for (i = 0; i < length; ++i) to[i] = from[i];
 }
 
-// Loads the pixels of a block: [k][64 outputs].
+// Loads the pixels of a block: [k][64 outputs]. Those that the next panel needs follow them in every
+// channel, each in a memory page of its own, where the processor does not expect them.
 void load_pixels(const Job& job, const Segments& segments, int64_t block, const float* image,
                  float* to) {
   const Convolution& c = *job.shape;
@@ -69,6 +70,11 @@ void load_pixels(const Job& job, const Segments& segments, int64_t block, const 
     for (int64_t i = 0; i < segments.count; ++i) {
       const Segments::Segment& s = segments.segment[i];
       copy_segment(to + s.to, from + s.from, s.length);
+    }
+    if (kx == 0 && ky == c.kernel_h - 1) {
+      const Segments::Segment& last = segments.segment[segments.count - 1];
+      for (int i = 0; i < kPanel; i += 16)
+        __builtin_prefetch(from + last.from + last.length + i, 0, 2);  // into L2
     }
     if (++kx < c.kernel_w) continue;
     kx = 0;

@@ -50,17 +50,18 @@ def _sparse_conv2d(
     require_rows("bias", bias, rows)
     shape = _geometry(tuple(geometry))
     size = _output_size(x, shape, features)
-    batch, channels, height, width = x.shape
+    batch, channels = x.shape[:2]
     native = IMAGES_INNERMOST if by_images else CONTIGUOUS
     y = empty_images(x, size, native)
     residual = _expand_residual(residual, y, by_images)
     if by_images:
-        images, padded = images_innermost(x), (height, width)
+        used, images, padded = x, images_innermost(x), (x.shape[2], x.shape[3])
     else:
-        images, padded = _pad(x, shape)
+        used, shape = _used_pixels(x, shape)
+        images, padded = _pad(used, shape)
     computed = rows == features and kernels().torchcram_convolution(
         images.data_ptr(),
-        convolution_struct(shape, batch, channels, (height, width), padded),
+        convolution_struct(shape, batch, channels, (used.shape[2], used.shape[3]), padded),
         features,
         packed.data_ptr(),
         packed.numel(),
@@ -176,6 +177,14 @@ def _expand_residual(residual: Tensor | None, y: Tensor, by_images: bool) -> Ten
         return None
     residual = expand_residual(y, residual)
     return images_innermost(residual) if by_images else residual.contiguous()
+
+
+def _used_pixels(x: Tensor, shape: Geometry) -> tuple[Tensor, Geometry]:
+    """Returns the pixels that a convolution reads, if it skips some, and its geometry on them."""
+    if shape.kernel != (1, 1) or shape.padding != (0, 0):
+        return x, shape
+    down, right = shape.stride
+    return x[..., ::down, ::right], Geometry((1, 1))
 
 
 def _pad(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
