@@ -150,7 +150,9 @@ def check_kills(work, folder, *, whole=None, every=1, sizes=()):
         How many kills there were.
     """
     before = contents(folder)
-    work()  # here, so that children need import nothing
+    work()  # here, so that children need import nothing; an import may make a cache in the folder
+    restore(folder, before)
+    work()
     after = contents(folder)
     assert after != before
 
