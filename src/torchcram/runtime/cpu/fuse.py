@@ -13,9 +13,7 @@ from Transformers; the parts are recognised by the names of their children:
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +21,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from torchcram.runtime.cpu.graph_nodes import (
+    ADD,
+    is_call,
+    module_of,
+    node_activation,
+    only_user,
+    refresh_,
+)
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,
@@ -34,14 +40,6 @@ from torchcram.runtime.cpu.reordered import ReorderedConv2d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_RELU: tuple[object, ...] = (torch.relu, functional.relu, torch.relu_, "relu", "relu_")
-_ADD: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
-_FUNCTIONS: Mapping[object, str] = {
-    **dict.fromkeys(_RELU, "relu"),
-    functional.gelu: "gelu",
-    functional.silu: "silu",
-}
 
 
 # Graphs
@@ -68,9 +66,9 @@ def _fold_batchnorm_(model: fx.GraphModule) -> None:
     modules = dict(model.named_modules())
     uses = _uses(model)
     for node in list(model.graph.nodes):
-        norm = _module(modules, node)
+        norm = module_of(modules, node)
         before = node.args[0] if node.args else None
-        conv = _module(modules, before)
+        conv = module_of(modules, before)
         if not isinstance(norm, nn.BatchNorm2d) or not isinstance(before, fx.Node):
             continue
         if not isinstance(conv, nn.Conv2d):
@@ -84,7 +82,7 @@ def _fold_batchnorm_(model: fx.GraphModule) -> None:
         _replace_(model, name, modules[name])
         node.replace_all_uses_with(before)
         model.graph.erase_node(node)
-    _refresh_(model)
+    refresh_(model)
 
 
 def fuse_epilogues_(model: fx.GraphModule) -> None:
@@ -96,18 +94,18 @@ def fuse_epilogues_(model: fx.GraphModule) -> None:
     modules = dict(model.named_modules())
     uses = _uses(model)
     for node in list(model.graph.nodes):
-        layer = _module(modules, node)
+        layer = module_of(modules, node)
         if uses[node.target] > 1:
             continue
         if isinstance(layer, (SparseConv2d, ReorderedConv2d)):
             _fuse_convolution_(model, modules, node, layer)
         elif isinstance(layer, (SparseLinear, SparseLinearInt8)):
-            after = _only_user(node)
-            activation = _node_activation(modules, after)
+            after = only_user(node)
+            activation = node_activation(modules, after)
             if after is not None and activation is not None and layer.activation == "none":
                 layer.activation = activation
                 _merge_(model, after, node)
-    _refresh_(model)
+    refresh_(model)
 
 
 def _fuse_convolution_(
@@ -116,8 +114,8 @@ def _fuse_convolution_(
     node: fx.Node,
     layer: SparseConv2d | ReorderedConv2d,
 ) -> None:
-    after = _only_user(node)
-    if after is not None and _is_call(after, _ADD) and len(after.args) == 2 and not after.kwargs:
+    after = only_user(node)
+    if after is not None and is_call(after, ADD) and len(after.args) == 2 and not after.kwargs:
         other = after.args[1] if after.args[0] is node else after.args[0]
         if isinstance(other, fx.Node) and other is not node and _same_shape(node, other):
             with model.graph.inserting_before(after):
@@ -126,8 +124,8 @@ def _fuse_convolution_(
             after.replace_all_uses_with(new)
             model.graph.erase_node(after)
             model.graph.erase_node(node)
-            node, after = new, _only_user(new)
-    if after is not None and _node_activation(modules, after) == "relu":
+            node, after = new, only_user(new)
+    if after is not None and node_activation(modules, after) == "relu":
         layer.relu = True
         _merge_(model, after, node)
 
@@ -164,69 +162,6 @@ def replace_max_pools_(model: fx.GraphModule) -> None:
             _replace_(model, name, FastMaxPool2d(module))
 
 
-def lay_images_innermost_(model: fx.GraphModule) -> None:
-    """Keeps images the innermost dimension in memory between layers for panels of images.
-
-    Such a layer returns outputs in the layout of its inputs. Inputs from other nodes are copied to
-    that layout, and outputs to other nodes are copied back to their usual memory format.
-
-    Args:
-        model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
-    """
-    modules = dict(model.named_modules())
-    inner: set[fx.Node] = set()
-    for node in model.graph.nodes:
-        sources = node.all_input_nodes
-        if _by_images(modules, node) or (
-            sources and inner.issuperset(sources) and _keeps_layout(modules, node)
-        ):
-            inner.add(node)
-    # Nodes share a copy unless a node may write to its input in between.
-    written = any(_writes(modules, node) for node in model.graph.nodes)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in list(model.graph.nodes):
-        inward = _by_images(modules, node)
-        if node in inner and not inward:
-            continue
-        for source in [node.args[0]] if inward else node.all_input_nodes:
-            if not isinstance(source, fx.Node) or (source in inner) == inward:
-                continue
-            if written or source not in copies:
-                with model.graph.inserting_before(node):
-                    copies[source] = _other_layout(model, source, innermost=inward)
-            node.replace_input_with(source, copies[source])
-    _refresh_(model)
-
-
-def _other_layout(model: fx.GraphModule, node: fx.Node, *, innermost: bool) -> fx.Node:
-    memory_format = getattr(node.meta.get("tensor_meta"), "memory_format", None)
-    if innermost or memory_format in (None, torch.contiguous_format):
-        return model.graph.call_function(torch.ops.torchcram.lay_out_images, (node, innermost))
-    options = {"memory_format": memory_format}
-    return model.graph.call_method("contiguous", (node,), options)
-
-
-def _writes(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    """Returns whether a node may change one of its inputs."""
-    module = _module(modules, node)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
-    in_place = in_place and node.op in ("call_function", "call_method")
-    flags = (getattr(module, "inplace", False), node.kwargs.get("inplace", False))
-    return in_place or any(flags) or "out" in node.kwargs
-
-
-def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    layer = _module(modules, node)
-    return isinstance(layer, SparseConv2d) and layer.by_images
-
-
-def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    """Returns whether the outputs of a node have the memory layout of its inputs."""
-    idle = isinstance(_module(modules, node), (nn.Identity, nn.Dropout))
-    return idle or _is_call(node, _ADD) or _node_activation(modules, node) is not None
-
-
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     shapes = [getattr(node.meta.get("tensor_meta"), "shape", None) for node in (a, b)]
     return shapes[0] is not None and shapes[0] == shapes[1]
@@ -237,37 +172,6 @@ def _merge_(model: fx.GraphModule, after: fx.Node, node: fx.Node) -> None:
     model.graph.erase_node(after)
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_call(node: fx.Node, targets: tuple[object, ...]) -> bool:
-    return node.op in ("call_function", "call_method") and node.target in targets
-
-
-def _node_activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str | None:
-    """Returns the name of the activation that a node computes, or None."""
-    if node is None:
-        return None
-    module = _module(modules, node)
-    if isinstance(module, nn.GELU) or node.target is functional.gelu:
-        approximate = getattr(module, "approximate", node.kwargs.get("approximate", "none"))
-        return "gelu" if approximate == "none" else "gelu_tanh"
-    if isinstance(module, nn.ReLU):
-        return "relu"
-    if isinstance(module, nn.SiLU):
-        return "silu"
-    if node.op in ("call_function", "call_method"):
-        return _FUNCTIONS.get(node.target)
-    return None
-
-
-def _module(modules: dict[str, nn.Module], node: object) -> nn.Module | None:
-    if isinstance(node, fx.Node) and node.op == "call_module":
-        return modules.get(str(node.target))
-    return None
-
-
 def _uses(model: fx.GraphModule) -> Counter[object]:
     return Counter(node.target for node in model.graph.nodes if node.op == "call_module")
 
@@ -275,12 +179,6 @@ def _uses(model: fx.GraphModule) -> Counter[object]:
 def _replace_(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, new)
-
-
-def _refresh_(model: fx.GraphModule) -> None:
-    model.graph.lint()
-    model.delete_all_unused_submodules()
-    model.recompile()
 
 
 # Encoders like BERT

@@ -21,9 +21,9 @@ from torchcram.runtime.cpu.fuse import (
     as_graph,
     fuse_encoder_,
     fuse_epilogues_,
-    lay_images_innermost_,
     replace_max_pools_,
 )
+from torchcram.runtime.cpu.image_layouts import lay_images_innermost_
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d
 from torchcram.runtime.cpu.reordered import ReorderedConv2d, ReorderedLinear
 from torchcram.runtime.cpu.replace_layers import (

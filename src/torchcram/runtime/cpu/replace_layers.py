@@ -335,7 +335,7 @@ def replace_layers_(
             by `RULES`.
         int8: Whether 8 bits are allowed.
         innermost: Whether images stay the innermost dimension between neighbouring layers for
-            panels of images; see `torchcram.runtime.cpu.fuse.lay_images_innermost_`.
+            panels of images; see `torchcram.runtime.cpu.image_layouts.lay_images_innermost_`.
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
