@@ -2,11 +2,76 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Set
+from functools import partial
+
 import torch
 from torch import fx, nn
 
+from torchcram.runtime.cpu import replace_layers
 from torchcram.runtime.cpu.graph_nodes import ADD, is_call, module_of, node_activation, refresh_
 from torchcram.runtime.cpu.modules import SparseConv2d
+from torchcram.runtime.cpu.ops.image_layout import images_innermost
+from torchcram.runtime.cpu.replace_layers import LayerTimes
+
+
+def choose_by_images(model: fx.GraphModule, times: Mapping[str, LayerTimes]) -> set[str]:
+    """Returns the names of the convolutions of a graph that are to run on panels of images.
+
+    A layer that is fastest for itself may not be so in a graph: images are copied between it and
+    neighbours that run otherwise. One layer after another is changed until the sum of all times,
+    copies included, gets no less, from three starts: what is fastest for each layer, no panels of
+    images, and panels of images wherever they are possible.
+
+    Args:
+        model: Graph of dense layers. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
+        times: Milliseconds of each way to run a layer, by the name of the layer.
+    """
+    possible = [name for name, ways in times.items() if "by_images" in ways]
+    if not possible:
+        return set()
+    others = {
+        name: min(ms for way, ms in times[name].items() if way != "by_images") for name in possible
+    }
+    modules = dict(model.named_modules())
+    of_value = _copy_ms_of_value(model)
+
+    def cost(chosen: set[str]) -> float:
+        layers = sum(times[n]["by_images"] if n in chosen else others[n] for n in possible)
+        copied = {(source, inward) for _, source, inward in _copies(model, modules, chosen)}
+        return layers + of_value * sum(_values(source) for source, _ in copied)
+
+    def improve(chosen: set[str]) -> set[str]:
+        least, changed = cost(chosen), True
+        while changed:
+            changed = False
+            for name in possible:
+                other = chosen ^ {name}
+                if (ms := cost(other)) < least:
+                    chosen, least, changed = other, ms, True
+        return chosen
+
+    fastest = {name for name in possible if times[name]["by_images"] < others[name]}
+    return min((improve(start) for start in (fastest, set(), set(possible))), key=cost)
+
+
+def _copy_ms_of_value(model: fx.GraphModule) -> float:
+    """Returns the milliseconds that a copy to the other layout takes for each value of a batch."""
+    images = [node for node in model.graph.nodes if len(_shape(node)) == 4]
+    largest = max(images, key=_values)
+    x = torch.randn(_shape(largest))
+    with torch.no_grad():
+        times = replace_layers.time_in_turns({"copy": partial(images_innermost, x)})
+    return times["copy"] / max(x.numel(), 1)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(getattr(node.meta.get("tensor_meta"), "shape", ()))
+
+
+def _values(node: fx.Node) -> int:
+    return math.prod(_shape(node))
 
 
 def lay_images_innermost_(model: fx.GraphModule) -> None:
@@ -19,28 +84,49 @@ def lay_images_innermost_(model: fx.GraphModule) -> None:
         model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
     """
     modules = dict(model.named_modules())
-    inner: set[fx.Node] = set()
+    by_images = {
+        name
+        for name, layer in modules.items()
+        if isinstance(layer, SparseConv2d) and layer.by_images
+    }
+    # Nodes share a copy unless a node may write to its input in between.
+    written = any(_writes(modules, node) for node in model.graph.nodes)
+    made: dict[fx.Node, fx.Node] = {}
+    for node, source, inward in list(_copies(model, modules, by_images)):
+        if written or source not in made:
+            with model.graph.inserting_before(node):
+                made[source] = _other_layout(model, source, innermost=inward)
+        node.replace_input_with(source, made[source])
+    refresh_(model)
+
+
+def _copies(
+    model: fx.GraphModule, modules: dict[str, nn.Module], by_images: Set[str]
+) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+    """Yields the inputs of nodes that have to be copied to another layout.
+
+    Args:
+        model: Graph.
+        modules: Modules of the graph, by name.
+        by_images: Names of the convolutions that run on panels of images.
+
+    Yields:
+        The node, its input, and whether images become the innermost dimension.
+    """
+    inner: set[fx.Node] = set()  # nodes whose results have images as the innermost dimension
     for node in model.graph.nodes:
         sources = node.all_input_nodes
-        if _by_images(modules, node) or (
+        if (node.op == "call_module" and node.target in by_images) or (
             sources and inner.issuperset(sources) and _keeps_layout(modules, node)
         ):
             inner.add(node)
-    # Nodes share a copy unless a node may write to its input in between.
-    written = any(_writes(modules, node) for node in model.graph.nodes)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in list(model.graph.nodes):
-        inward = _by_images(modules, node)
+    for node in model.graph.nodes:
+        inward = node.op == "call_module" and node.target in by_images
         if node in inner and not inward:
             continue
         for source in [node.args[0]] if inward else node.all_input_nodes:
-            if not isinstance(source, fx.Node) or (source in inner) == inward:
-                continue
-            if written or source not in copies:
-                with model.graph.inserting_before(node):
-                    copies[source] = _other_layout(model, source, innermost=inward)
-            node.replace_input_with(source, copies[source])
-    refresh_(model)
+            if isinstance(source, fx.Node) and (source in inner) != inward:
+                yield node, source, inward
 
 
 def _other_layout(model: fx.GraphModule, node: fx.Node, *, innermost: bool) -> fx.Node:
@@ -59,11 +145,6 @@ def _writes(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     in_place = in_place and node.op in ("call_function", "call_method")
     flags = (getattr(module, "inplace", False), node.kwargs.get("inplace", False))
     return in_place or any(flags) or "out" in node.kwargs
-
-
-def _by_images(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    layer = module_of(modules, node)
-    return isinstance(layer, SparseConv2d) and layer.by_images
 
 
 def _keeps_layout(modules: dict[str, nn.Module], node: fx.Node) -> bool:

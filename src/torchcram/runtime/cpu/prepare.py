@@ -23,7 +23,7 @@ from torchcram.runtime.cpu.fuse import (
     fuse_epilogues_,
     replace_max_pools_,
 )
-from torchcram.runtime.cpu.image_layouts import lay_images_innermost_
+from torchcram.runtime.cpu.image_layouts import choose_by_images, lay_images_innermost_
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d
 from torchcram.runtime.cpu.reordered import ReorderedConv2d, ReorderedLinear
 from torchcram.runtime.cpu.replace_layers import (
@@ -246,7 +246,9 @@ def _for_inputs(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Mod
     try:
         with redirect_stderr(io.StringIO()):  # fx also prints errors
             inputs = layer_inputs(graph, example)
-            choices = replace_layers_(graph, inputs, int8=int8, innermost=True)
+            _annotate_shapes_(graph, example)
+            by_images = partial(choose_by_images, graph)
+            choices = replace_layers_(graph, inputs, int8=int8, choose_by_images=by_images)
             _annotate_shapes_(graph, example)
             fuse_epilogues_(graph)
             replace_max_pools_(graph)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,17 @@ from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import Geometry
 from torchcram.runtime.cpu.reordered import can_reorder, reordered
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Inputs of a model: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
 
-Timings = dict[str, dict[str, float]]
-"""Milliseconds of each way to run a layer, by the description of the layer and its input."""
+LayerTimes = Mapping[str, float]
+"""Milliseconds of each way to run a layer."""
+
+Timings = dict[str, LayerTimes]
+"""Times of layers, by the description of the layer and its input."""
+
+ChooseByImages = Callable[[Mapping[str, LayerTimes]], Set[str]]
+"""Function from the times of all layers to the names of those that run on panels of images."""
 
 
 class Rule(NamedTuple):
@@ -45,7 +48,8 @@ class Rule(NamedTuple):
 RULES = {"Linear": Rule(0.9, 2**19), "Conv2d": Rule(0.8, 2**15)}
 _LEAST = 0.3  # sparsity below which a layer cannot become faster and is not timed
 _MARGIN = 1.05  # speedup that a layer must reach by itself, to be faster in the model, too
-_ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer
+_ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer or a model
+_LEAST_ROUNDS = 5  # however long they take: with fewer, other load on the machine often decides
 _MANY_IMAGES = 9  # batch size from which panels of images are tried
 
 
@@ -210,12 +214,11 @@ def choose_by_timing(
     name: str,
     layer: nn.Module,
     received: LayerInput,
+    times: LayerTimes,
     *,
-    timings: Timings,
-    int8: bool = False,
-    innermost: bool = False,
+    by_images: bool | None = None,
 ) -> tuple[Choice, nn.Module | None]:
-    """Times a layer with an input like its own; returns the choice, and the new layer if faster.
+    """Chooses the fastest way to run a layer; returns the choice, and the new layer if any.
 
     The weight of a layer that does not become sparse may be in the layout of oneDNN.
 
@@ -223,48 +226,79 @@ def choose_by_timing(
         name: Name of the layer.
         layer: Dense layer.
         received: Shape and strides of its input.
-        timings: Times measured so far; identical layers are timed once.
-        int8: Whether 8 bits are allowed.
-        innermost: Whether images stay the innermost dimension between neighbouring layers for
-            panels of images, so that none of them transposes.
+        times: Milliseconds of each way, as `measure_layer` returns them.
+        by_images: Whether a convolution of a graph runs on panels of images; None if it is not part
+            of a graph, so that its own time decides.
     """
     kind, sparsity = type(layer).__name__, sparsity_of(layer)
-    few = sparsity < _LEAST and not int8
-    if few and not can_reorder():
+    if not times:
         return Choice(name, kind, sparsity, False, f"fewer than {_LEAST:.0%} zeros"), None
-    alike = f"{layer} {received.shape} {received.stride} {sparsity:.2f}"
-    if alike not in timings:
-        timings[alike] = _measure(layer, received, sparse=not few, int8=int8, innermost=innermost)
-    times = dict(timings[alike])
+    times = dict(times)
     dense_ms, reordered_ms = times.pop("dense"), times.pop("reordered", float("inf"))
-    margin = 1 if innermost else _MARGIN  # in a graph, oneDNN also computes what follows
+    margin = _MARGIN if by_images is None else 1  # in a graph, oneDNN also computes what follows
     if margin * reordered_ms < dense_ms:
         dense, least = reordered(layer), reordered_ms
         note = f"oneDNN, which rearranges the weight once, is {dense_ms / least:.2f} times as fast"
     else:
         dense, least, note = None, dense_ms, ""
-    if few:
+    if not times:
         reason = f"fewer than {_LEAST:.0%} zeros" + (note and f"; {note}")
         return Choice(name, kind, sparsity, False, reason, dense_ms), dense
-    best = min(times, key=times.__getitem__)
+    if by_images is False:
+        times.pop("by_images", None)
+    best = "by_images" if by_images else min(times, key=times.__getitem__)
     if times.get("int8", float("inf")) < 1.1 * times[best]:
         best = "int8"  # two neighbouring layers in 8 bits can be fused
-    pays = _MARGIN * times[best] < least
     reason = (
         f"the sparse kernel alone is {least / times[best]:.2f} times as fast as dense on "
         f"{received} ({times[best]:.3g} ms, dense {least:.3g} ms)"
     )
-    if not pays:
+    faster = _MARGIN * times[best] < least
+    if not faster and not by_images:
         reason += f", less than the {_MARGIN} times that count as faster"
         reason += note and f"; {note}"
         return Choice(name, kind, sparsity, False, reason, least, times[best]), dense
+    if not faster:
+        reason += ", and no images are copied between it and the layers beside it"
     new = sparse_version(layer, by_images=best == "by_images", int8=best == "int8")
     return Choice(name, kind, sparsity, True, reason, least, times[best]), new
 
 
+def measure_layer(
+    layer: nn.Module,
+    received: LayerInput,
+    timings: Timings,
+    *,
+    int8: bool = False,
+    innermost: bool = False,
+) -> LayerTimes:
+    """Times each way to run a layer with an input like its own.
+
+    Args:
+        layer: Dense layer.
+        received: Shape and strides of its input.
+        timings: Times measured so far; identical layers are timed once.
+        int8: Whether 8 bits are allowed.
+        innermost: Whether the inputs and outputs of panels of images have images as the innermost
+            dimension already. Otherwise copying them is part of the time.
+
+    Returns:
+        Milliseconds of each way: dense, reordered, sparse, by_images and int8, as far as they are
+        possible. Ways with sparse weights are missing if there are too few zeros; nothing is timed
+        if only the dense way is left.
+    """
+    few = sparsity_of(layer) < _LEAST and not int8
+    if few and not can_reorder():
+        return {}
+    alike = f"{layer} {received.shape} {received.stride} {sparsity_of(layer):.2f}"
+    if alike not in timings:
+        timings[alike] = _measure(layer, received, sparse=not few, int8=int8, innermost=innermost)
+    return timings[alike]
+
+
 def _measure(
     layer: nn.Module, received: LayerInput, *, sparse: bool, int8: bool, innermost: bool
-) -> dict[str, float]:
+) -> LayerTimes:
     x = received.sample()
     work: dict[str, Callable[[], object]] = {"dense": functools.partial(layer, x)}
     if can_reorder():
@@ -315,7 +349,7 @@ def time_in_turns(work: dict[str, Callable[[], object]]) -> dict[str, float]:
             if turn:  # the first turn is a warm-up
                 best[key] = min(best[key], 1000 * (time.perf_counter() - start))
         end = end or time.perf_counter() + _SECONDS
-        if turn > 2 and time.perf_counter() > end:
+        if turn >= _LEAST_ROUNDS and time.perf_counter() > end:
             break
     return best
 
@@ -325,7 +359,7 @@ def replace_layers_(
     inputs: Mapping[str, LayerInput] | None = None,
     *,
     int8: bool = False,
-    innermost: bool = False,
+    choose_by_images: ChooseByImages | None = None,
 ) -> list[Choice]:
     """Replaces layers by sparse ones where that is faster, in place; returns the choices.
 
@@ -334,17 +368,26 @@ def replace_layers_(
         inputs: Inputs of the layers that the example reaches, by name, for timing; None to decide
             by `RULES`.
         int8: Whether 8 bits are allowed.
-        innermost: Whether images stay the innermost dimension between neighbouring layers for
-            panels of images; see `torchcram.runtime.cpu.image_layouts.lay_images_innermost_`.
+        choose_by_images: Function that chooses convolutions for panels of images in a graph, in
+            which images stay the innermost dimension between such layers; see
+            `torchcram.runtime.cpu.image_layouts`. None if the model is no graph.
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
-    timings: Timings = {}
+    layers = candidates(model)
+    problems = {name: _problem(name, layer, inputs) for name, layer in layers.items()}
+    times: dict[str, LayerTimes] = {}
+    if inputs is not None:
+        innermost, timings = choose_by_images is not None, Timings()
+        times = {
+            name: measure_layer(layer, inputs[name], timings, int8=int8, innermost=innermost)
+            for name, layer in layers.items()
+            if problems[name] is None
+        }
+    by_images = None if choose_by_images is None else choose_by_images(times)
     choices = []
-    for name, layer in candidates(model).items():
-        problem = unsupported_reason(layer)
-        if problem is None and inputs is not None and name not in inputs:
-            problem = "the example does not reach it"
+    for name, layer in layers.items():
+        problem = problems[name]
         if problem is not None:
             choices.append(dense_choice(name, layer, problem))
             continue
@@ -352,9 +395,8 @@ def replace_layers_(
         if inputs is None:
             choice, new = choose_by_rule(name, layer, may_be_channels_last=channels_last, int8=int8)
         else:
-            choice, new = choose_by_timing(
-                name, layer, inputs[name], timings=timings, int8=int8, innermost=innermost
-            )
+            panels = None if by_images is None else name in by_images
+            choice, new = choose_by_timing(name, layer, inputs[name], times[name], by_images=panels)
         if new is not None:
             _replace_everywhere_(model, layer, new)
         choices.append(choice)
@@ -365,6 +407,14 @@ def replace_layers_(
             # Its fast path would unpack the weights.
             module.activation_relu_or_gelu = 0
     return choices
+
+
+def _problem(name: str, layer: nn.Module, inputs: Mapping[str, LayerInput] | None) -> str | None:
+    """Returns why a layer stays dense whatever its times are, or None."""
+    problem = unsupported_reason(layer)
+    if problem is None and inputs is not None and name not in inputs:
+        return "the example does not reach it"
+    return problem
 
 
 def _replace_everywhere_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
