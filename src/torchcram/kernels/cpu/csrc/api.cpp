@@ -108,17 +108,14 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_linear(const float* weight, int64_t rows
   });
 }
 
-// Packs a convolution for panels of images; panels of pixels use torchcram_pack_linear. Every block
-// belongs to one row of the kernel, and all rows of the kernel have the same blocks of channels.
+// Packs a convolution for panels of images; panels of pixels use torchcram_pack_linear.
 TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows, int64_t layout,
                                                const Convolution* shape, void* out, int64_t room) {
   const Convolution& c = *shape;
   Strip strip;
   if (rows < 1 || c.channels < 1 || c.kernel_h < 1 || !strip.lay_out(c)) return -1;
-  const int64_t limit = std::max(kPixelPanelBytes / (strip.slots * 64), int64_t(1));
-  const int64_t blocks = (c.channels + limit - 1) / limit;
-  const int64_t most = (c.channels + blocks - 1) / blocks;  // channels of a block
-  const int64_t bytes = kPanelBytes + most * strip.slots * 64;
+  const ImageBlocks image_blocks(c, strip);
+  const int64_t most = image_blocks.channels, bytes = image_blocks.panel_bytes();
   if (bytes > kPanelRoom) return -1;
   return without_exceptions([&]() -> int64_t {
     const int64_t inner = c.kernel_h * c.channels * c.kernel_w;
@@ -127,9 +124,10 @@ TORCHCRAM_EXPORT int64_t torchcram_pack_images(const float* weight, int64_t rows
     std::vector<int64_t> starts;
     for (int64_t ky = 0, k = 0; ky < c.kernel_h; ++ky)
       for (int64_t channel = 0; channel < c.channels; ++channel) {
-        if (channel % most == 0) starts.push_back(k);
+        if (channel % most == 0 && ky % image_blocks.rows == 0) starts.push_back(k);
+        const int64_t row_of_panel = ky % image_blocks.rows * most + channel % most;
         for (int64_t kx = 0; kx < c.kernel_w; ++kx, ++k) {
-          const int64_t slot = channel % most * strip.slots + strip.slot_of[kx];
+          const int64_t slot = row_of_panel * strip.slots + strip.slot_of[kx];
           offsets.push_back(uint16_t(kPanelBytes + slot * 64));
           const float* from = weight + (channel * c.kernel_h + ky) * c.kernel_w + kx;
           for (int64_t row = 0; row < rows; ++row) ordered[row * inner + k] = from[row * inner];
@@ -156,14 +154,17 @@ static bool fits(const Packed& packed, int64_t unit, int64_t bytes) {
   return true;
 }
 
-// The same for panels of images: blocks as torchcram_pack_images makes them.
+// The same for panels of images: the blocks are those that torchcram_pack_images makes.
 static bool fits_images(const Packed& packed, const Convolution& c, const Strip& strip) {
-  if (packed.blocks() % c.kernel_h) return false;
+  const ImageBlocks expected(c, strip);
   const int64_t* starts = packed.inner_starts;
-  const int64_t blocks = packed.blocks() / c.kernel_h, row = c.channels * c.kernel_w;
+  const int64_t row = c.channels * c.kernel_w, blocks = expected.blocks;
+  if (packed.blocks() != c.kernel_h / expected.rows * blocks) return false;
   for (int64_t block = 0; block < packed.blocks(); ++block)
-    if (starts[block] != block / blocks * row + starts[block % blocks]) return false;
-  return fits(packed, c.kernel_w, strip.slots * 64);
+    if (starts[block] !=
+        block / blocks * expected.rows * row + block % blocks * expected.channels * c.kernel_w)
+      return false;
+  return starts[packed.blocks() + 1] >= expected.panel_bytes();
 }
 
 static Job make_job(const Packed& packed, const float* x, const float* bias, const float* residual,

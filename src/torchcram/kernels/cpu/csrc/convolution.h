@@ -128,9 +128,9 @@ void pixels(const void* data, int64_t task) {
 
 constexpr int kImages = 16;  // images in a panel, for each of 4 neighbouring outputs
 
-// Loads panel[channel][slot][image] for the channels of a block, from the row `y` of the input and
-// for the 4 outputs that begin at a column. With `Full` there are 16 images; otherwise the lanes of
-// missing images stay zero.
+// Loads panel[channel][slot][image] for the channels of a block, from the row `y` of the input,
+// zeros outside of it, and for the 4 outputs that begin at a column. With `Full` there are 16 images;
+// otherwise the lanes of missing images stay zero.
 template <bool Full>
 void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int64_t column,
                  int64_t image, int64_t images, float* panel) {
@@ -139,7 +139,7 @@ void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int
   for (int64_t slot = 0; slot < job.strip->slots; ++slot, panel += kImages) {
     const int64_t x = column * c.stride_w - c.pad_w + job.strip->pixel_of[slot];
     float* to = panel;
-    if (x < 0 || x >= c.width) {
+    if (y < 0 || y >= c.height || x < 0 || x >= c.width) {
       for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
       continue;
     }
@@ -210,6 +210,11 @@ struct ImageStrip {
     return ky == 0 || row * c.stride_h - c.pad_h + (ky - 1) * c.dilation_h < 0;
   }
 
+  void load_row(int64_t y, int64_t channel, int64_t channels, float* to) const {
+    (images == kImages ? load_images<true> : load_images<false>)(job, channel, channels, y, column,
+                                                                 image, images, to);
+  }
+
   void add_row(int64_t y) {
     bool needed = false;
     with_outputs(y, [&](int64_t, int64_t) { needed = true; });
@@ -219,9 +224,7 @@ struct ImageStrip {
     const int vectors = int(wide * kImages / kLanes);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t channel = starts[block] / c.kernel_w;
-      const int64_t channels = starts[block + 1] / c.kernel_w - channel;
-      (images == kImages ? load_images<true> : load_images<false>)(
-          job, channel, channels, y, column, image, images, panel + kPanel);
+      load_row(y, channel, starts[block + 1] / c.kernel_w - channel, panel + kPanel);
       with_outputs(y, [&](int64_t ky, int64_t row) {
         multiply(rows, ky * blocks + block, panel, vectors, job.bias,
                  block == 0 && is_first(ky, row), row % open);
@@ -243,7 +246,19 @@ struct ImageStrip {
               job.bias ? job.bias[rows.packed.first_row(group) + i] : 0.0f;
   }
 
+  // All kernel rows are in one block, and all rows that they need in one panel.
+  void run_at_once() {
+    for (int64_t row = first; row < last; ++row) {
+      for (int64_t ky = 0; ky < c.kernel_h; ++ky)
+        load_row(row * c.stride_h - c.pad_h + ky * c.dilation_h, 0, c.channels,
+                 panel + kPanel + ky * c.channels * job.strip->slots * kImages);
+      multiply(rows, 0, panel, int(wide * kImages / kLanes), job.bias, true, row % open);
+      store_row(row);
+    }
+  }
+
   void run() {
+    if (rows.packed.blocks() < c.kernel_h) return run_at_once();
     const int64_t reach = (c.kernel_h - 1) * c.dilation_h;
     int64_t next = 0;
     for (int64_t row = first; row < last; ++row) {

@@ -37,6 +37,16 @@ bool Strip::lay_out(const Convolution& c) {
   return true;
 }
 
+ImageBlocks::ImageBlocks(const Convolution& c, const Strip& strip) {
+  const int64_t slot_bytes = 64, row_bytes = strip.slots * slot_bytes;
+  const bool few = c.channels * c.kernel_w < kFewWeights;
+  rows = few && c.channels * c.kernel_h * row_bytes <= kPixelPanelBytes ? c.kernel_h : 1;
+  channel_bytes = rows * row_bytes;
+  const int64_t limit = std::max(kPixelPanelBytes / channel_bytes, int64_t(1));
+  blocks = (c.channels + limit - 1) / limit;
+  channels = (c.channels + blocks - 1) / blocks;
+}
+
 namespace {
 
 struct Streams {

@@ -32,6 +32,7 @@ constexpr int kSumsRows = 512;               // rows of the sums of a group, a p
 constexpr int64_t kPanelRoom = 65536;        // bytes that 16-bit columns can address
 constexpr int64_t kMagic = 0x334d415243;     // "CRAM3"
 constexpr int64_t kPixelPanelBytes = 28672;  // panel of pixels that fits into L1
+constexpr int64_t kFewWeights = 32;          // columns of a block that is not worth its sums
 constexpr size_t kAlign = 64;
 
 enum Layout : int64_t { kPairs = 2, kQuadRows = 3 };
@@ -80,6 +81,18 @@ struct Strip {
   int64_t slot_of[64];    // by kernel column
   int64_t pixel_of[256];  // by slot, relative to the first pixel of the first output
   bool lay_out(const Convolution& shape);  // false if the kernel is too wide
+};
+
+// How the weight of a convolution is packed for panels of images: in blocks of one kernel row each
+// or, where such blocks would hold few weights, all kernel rows in one block. A panel holds a row of
+// the input for the first, and all rows that an output needs for the second.
+struct ImageBlocks {
+  int64_t rows;          // kernel rows of a block
+  int64_t blocks;        // of each kernel row
+  int64_t channels;      // of a block, at most
+  int64_t channel_bytes;  // of a panel
+  ImageBlocks(const Convolution& shape, const Strip& strip);
+  int64_t panel_bytes() const { return kPanelBytes + channels * channel_bytes; }
 };
 
 struct Job {
