@@ -52,6 +52,7 @@ _FUNCTIONS = {
     ),
     "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
     "max_pool": (_INT, [_POINTER, _LONG, _POINTER, _POINTER, _INT]),
+    "use_huge_pages": (_INT, [_POINTER, _LONG]),
     "reverse_dimensions": (_INT, [_POINTER, *[_LONG] * 3, _POINTER, _INT]),
     "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
     "norm_rows": (_INT, [_POINTER, _LONG, _LONG, _POINTER, ctypes.c_float, _POINTER, _INT]),

@@ -23,6 +23,7 @@ from torchcram.runtime.cpu.memory_format import (
 )
 from torchcram.runtime.cpu.ops.common import (
     expand_residual,
+    on_huge_pages,
     pointer,
     register,
     require_floats,
@@ -52,7 +53,7 @@ def _sparse_conv2d(
     size = _output_size(x, shape, features)
     batch, channels = x.shape[:2]
     native = IMAGES_INNERMOST if by_images else CONTIGUOUS
-    y = empty_images(x, size, native)
+    y = on_huge_pages(empty_images(x, size, native))
     residual = _expand_residual(residual, y, by_images)
     if by_images:
         used, images, padded = x, images_innermost(x), (x.shape[2], x.shape[3])
@@ -195,7 +196,7 @@ def _pad(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
     x = x.contiguous()
     if not (top or left or stride > 1):
         return x, size
-    y = x.new_empty((*x.shape[:2], stride, *size))
+    y = on_huge_pages(x.new_empty((*x.shape[:2], stride, *size)))
     planes = x.shape[0] * x.shape[1]
     kernels().torchcram_pad(
         *(x.data_ptr(), planes, height, width, top, left, *size, stride, y.data_ptr()),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.memory_format import CONTIGUOUS, IMAGES_INNERMOST, empty_images
-from torchcram.runtime.cpu.ops.common import register
+from torchcram.runtime.cpu.ops.common import on_huge_pages, register
 
 
 def images_innermost(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _lay_out_images(x: Tensor, innermost: bool) -> Tensor:
     fast = x.dtype == torch.float32 and x.permute(source).is_contiguous()
     if not fast:
         return _dense_lay_out_images(x, innermost)
-    y = _fake_lay_out_images(x, innermost)
+    y = on_huge_pages(_fake_lay_out_images(x, innermost))
     images, channels, height, width = x.shape
     sizes = (images, channels, height * width)
     kernels().torchcram_reverse_dimensions(
