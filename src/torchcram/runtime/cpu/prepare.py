@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
 _AS_EXACT, _ROUGH = 4, 0.01  # times the error of the dense model, which must be small itself
 _CACHE_BYTES = 2**24  # activations of this size do not stay in the caches
+_WITHOUT_DOUBT = 0.65  # mean sparsity from which sparse layers make a whole graph faster
 _REPORT = "_torchcram_report"
 
 
@@ -236,19 +237,50 @@ def _fused(
         else _for_images(graph, images, int8=int8)
     )
     possible = {way: model for way, model in ways.items() if model is not None and agrees(model)}
-    if len(possible) < 2:
-        return next(iter(possible.values()), None)
-    return _fastest(possible, example)
+    if not possible:
+        return None
+    fast = _fastest(possible, example) if len(possible) > 1 else next(iter(possible.values()))
+    if not _sparse_without_doubt(report(fast)):
+        return _unless_dense_is_faster(fast, dense, example, agrees)
+    return fast
 
 
-def _for_inputs(graph: fx.GraphModule, example: Inputs, *, int8: bool) -> nn.Module | None:
+def _sparse_without_doubt(choices: Iterable[Choice]) -> bool:
+    """Returns whether the layers have so many zeros that a graph of dense layers is not tried."""
+    zeros = [choice.sparsity for choice in choices if choice.sparse]
+    return not zeros or sum(zeros) / len(zeros) >= _WITHOUT_DOUBT
+
+
+def _unless_dense_is_faster(
+    fast: nn.Module, dense: nn.Module, example: Inputs, agrees: Callable[[nn.Module], bool]
+) -> nn.Module:
+    """Returns a graph with sparse layers, or one with dense layers if that takes less time.
+
+    A layer is timed with its weight in the caches. In a large model all weights are read from
+    memory, and the sum of the layers' times says too little about the model.
+    """
+    graph = as_graph(copy.deepcopy(dense))
+    other = None if graph is None else _for_inputs(graph, example, int8=False, sparse=False)
+    if other is None or not agrees(other):
+        return fast
+    why = _slower(other, fast, example)
+    if not why:
+        return fast
+    return with_report(other, [replace(choice, reason=why) for choice in report(other)])
+
+
+def _for_inputs(
+    graph: fx.GraphModule, example: Inputs, *, int8: bool, sparse: bool = True
+) -> nn.Module | None:
     """Returns a graph with sparse layers, changed in place, or None if it does not run."""
     try:
         with redirect_stderr(io.StringIO()):  # fx also prints errors
             inputs = layer_inputs(graph, example)
             _annotate_shapes_(graph, example)
             by_images = partial(choose_by_images, graph)
-            choices = replace_layers_(graph, inputs, int8=int8, choose_by_images=by_images)
+            choices = replace_layers_(
+                graph, inputs, int8=int8, choose_by_images=by_images, sparse=sparse
+            )
             _annotate_shapes_(graph, example)
             fuse_epilogues_(graph)
             replace_max_pools_(graph)

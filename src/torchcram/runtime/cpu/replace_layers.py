@@ -271,6 +271,7 @@ def measure_layer(
     *,
     int8: bool = False,
     innermost: bool = False,
+    sparse: bool = True,
 ) -> LayerTimes:
     """Times each way to run a layer with an input like its own.
 
@@ -281,18 +282,19 @@ def measure_layer(
         int8: Whether 8 bits are allowed.
         innermost: Whether the inputs and outputs of panels of images have images as the innermost
             dimension already. Otherwise copying them is part of the time.
+        sparse: Whether ways with sparse weights are timed.
 
     Returns:
         Milliseconds of each way: dense, reordered, sparse, by_images and int8, as far as they are
         possible. Ways with sparse weights are missing if there are too few zeros; nothing is timed
         if only the dense way is left.
     """
-    few = sparsity_of(layer) < _LEAST and not int8
-    if few and not can_reorder():
+    sparse = sparse and (sparsity_of(layer) >= _LEAST or int8)
+    if not sparse and not can_reorder():
         return {}
     alike = f"{layer} {received.shape} {received.stride} {sparsity_of(layer):.2f}"
     if alike not in timings:
-        timings[alike] = _measure(layer, received, sparse=not few, int8=int8, innermost=innermost)
+        timings[alike] = _measure(layer, received, sparse=sparse, int8=int8, innermost=innermost)
     return timings[alike]
 
 
@@ -360,6 +362,7 @@ def replace_layers_(
     *,
     int8: bool = False,
     choose_by_images: ChooseByImages | None = None,
+    sparse: bool = True,
 ) -> list[Choice]:
     """Replaces layers by sparse ones where that is faster, in place; returns the choices.
 
@@ -371,6 +374,8 @@ def replace_layers_(
         choose_by_images: Function that chooses convolutions for panels of images in a graph, in
             which images stay the innermost dimension between such layers; see
             `torchcram.runtime.cpu.image_layouts`. None if the model is no graph.
+        sparse: Whether layers may become sparse. Otherwise only the weights of dense layers are
+            rearranged.
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
@@ -380,7 +385,9 @@ def replace_layers_(
     if inputs is not None:
         innermost, timings = choose_by_images is not None, Timings()
         times = {
-            name: measure_layer(layer, inputs[name], timings, int8=int8, innermost=innermost)
+            name: measure_layer(
+                layer, inputs[name], timings, int8=int8, innermost=innermost, sparse=sparse
+            )
             for name, layer in layers.items()
             if problems[name] is None
         }
