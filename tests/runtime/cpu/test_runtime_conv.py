@@ -85,6 +85,25 @@ def test_every_remainder_of_images(by_images, batch):
 
 
 @pytest.mark.parametrize("by_images", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.kernel}{g.stride}")
+@pytest.mark.parametrize("batch", [0, 1, 17, 40])
+def test_several_threads(by_images, geometry, batch):
+    x, weight, bias = (
+        torch.randn(batch, 3, 9, 7),
+        sparse_weight(7, 3, *geometry.kernel),
+        torch.ones(7),
+    )
+    layer = SparseConv2d(weight, bias, geometry, by_images=by_images)
+    expected, before = reference(x, weight, bias, geometry), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        y = layer(x)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_images", [False, True])
 @pytest.mark.parametrize("channels", [1, 31, 32, 33, 70])
 @pytest.mark.parametrize("layout", [PAIRS, QUAD_ROWS])
 def test_every_remainder_of_channels(by_images, channels, layout):

@@ -284,6 +284,7 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
   }
   // Rows of outputs that one task computes share their pixels; several tasks a thread even out.
   const int64_t strips = (c.batch + 15) / 16 * ((c.out_w + 3) / 4);
+  if (strips < 1) return 1;  // an empty batch
   const int64_t bands = threads > 1 ? (4 * threads + strips - 1) / strips : 1;
   job.band = (c.out_h + bands - 1) / bands;
   const int64_t tasks = strips * ((c.out_h + job.band - 1) / job.band);
