@@ -116,8 +116,9 @@ def test_a_graph_of_dense_layers_is_tried_where_few_weights_are_zero(
     choices = runtime.report(fast)
     assert [choice.sparse for choice in choices] == [sparse] * 2
     if not sparse:
-        said = "not faster with its sparse layers (3 ms, dense 2 ms)"
-        assert all(said in choice.reason for choice in choices)
+        said = "but the model as a whole is not faster with its sparse layers (3 ms, dense 2 ms)"
+        assert all(choice.reason.startswith("the sparse kernel alone is ") for choice in choices)
+        assert all(choice.reason.endswith(said) for choice in choices)
         assert any(isinstance(m, ReorderedConv2d) for m in fast.modules()) == can_reorder()
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _CLOSE, _CLOSE_INT8 = 2e-5, 0.1  # of the largest output: rounding errors only
 _AS_EXACT, _ROUGH = 4, 0.01  # times the error of the dense model, which must be small itself
 _CACHE_BYTES = 2**24  # activations of this size do not stay in the caches
-_WITHOUT_DOUBT = 0.65  # mean sparsity from which sparse layers make a whole graph faster
+_FEW_ZEROS = 0.65  # mean sparsity of sparse layers below which dense layers may be faster
 _REPORT = "_torchcram_report"
 
 
@@ -240,15 +240,10 @@ def _fused(
     if not possible:
         return None
     fast = _fastest(possible, example) if len(possible) > 1 else next(iter(possible.values()))
-    if not _sparse_without_doubt(report(fast)):
+    zeros = [choice.sparsity for choice in report(fast) if choice.sparse]
+    if zeros and sum(zeros) / len(zeros) < _FEW_ZEROS:
         return _unless_dense_is_faster(fast, dense, example, agrees)
     return fast
-
-
-def _sparse_without_doubt(choices: Iterable[Choice]) -> bool:
-    """Returns whether the layers have so many zeros that a graph of dense layers is not tried."""
-    zeros = [choice.sparsity for choice in choices if choice.sparse]
-    return not zeros or sum(zeros) / len(zeros) >= _WITHOUT_DOUBT
 
 
 def _unless_dense_is_faster(
@@ -266,7 +261,8 @@ def _unless_dense_is_faster(
     why = _slower(other, fast, example)
     if not why:
         return fast
-    return with_report(other, [replace(choice, reason=why) for choice in report(other)])
+    sparse = fast.model if isinstance(fast, BatchSplitter) else fast
+    return with_report(other, [_stays_dense(choice, why) for choice in report(sparse)])
 
 
 def _for_inputs(

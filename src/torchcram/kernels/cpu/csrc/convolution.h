@@ -55,8 +55,8 @@ TORCHCRAM_INLINE void copy_segment(float* to, const float* from, int64_t length)
   for (i = 0; i < length; ++i) to[i] = from[i];
 }
 
-// Loads the pixels of a block: [k][64 outputs]. Those that the next panel needs follow them in every
-// channel, each in a memory page of its own, where the processor does not expect them.
+// Loads the pixels of a block: [k][64 outputs]. Those that the next panel needs follow them in
+// memory. Every channel may lie in a page of its own, where the processor prefetches nothing.
 void load_pixels(const Job& job, const Segments& segments, int64_t block, const float* image,
                  float* to) {
   const Convolution& c = *job.shape;
@@ -129,8 +129,8 @@ void pixels(const void* data, int64_t task) {
 constexpr int kImages = 16;  // images in a panel, for each of 4 neighbouring outputs
 
 // Loads panel[channel][slot][image] for the channels of a block, from the row `y` of the input,
-// zeros outside of it, and for the 4 outputs that begin at a column. With `Full` there are 16 images;
-// otherwise the lanes of missing images stay zero.
+// zeros outside of it, and for the 4 outputs that begin at a column. With `Full` there are 16
+// images; otherwise the lanes of missing images stay zero.
 template <bool Full>
 void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int64_t column,
                  int64_t image, int64_t images, float* panel) {

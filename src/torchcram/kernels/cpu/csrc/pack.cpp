@@ -254,8 +254,8 @@ void add_quad_rows(const Dense& dense, int64_t first, int64_t last, int64_t from
 
 }  // namespace
 
-// Returns the number of bytes, -1 for an empty matrix, and writes them if there is room. `inner_starts`
-// holds the first k of each block and the number of k.
+// Returns the number of bytes, -1 for an empty matrix, and writes them if there is room.
+// `inner_starts` holds the first k of each block, and then the number of k.
 int64_t pack(const float* weight, int64_t rows, const std::vector<int64_t>& inner_starts,
              int64_t layout, const uint16_t* offsets, int64_t panel_bytes, void* out,
              int64_t room) {

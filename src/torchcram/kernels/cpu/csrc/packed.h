@@ -74,8 +74,8 @@ struct Convolution {
       dilation_h, dilation_w, out_h, out_w;
 };
 
-// Slots of the pixels of a row that 4 neighbouring outputs need. The outputs of a kernel column have
-// neighbouring slots, whatever the stride.
+// Slots of the pixels of a row that 4 neighbouring outputs need. The outputs of a kernel column
+// have neighbouring slots, whatever the stride.
 struct Strip {
   int64_t slots = 0;
   int64_t slot_of[64];    // by kernel column
@@ -84,13 +84,13 @@ struct Strip {
 };
 
 // How the weight of a convolution is packed for panels of images: in blocks of one kernel row each
-// or, where such blocks would hold few weights, all kernel rows in one block. A panel holds a row of
-// the input for the first, and all rows that an output needs for the second.
+// or, where such blocks would hold few weights, all kernel rows in one block. A panel holds one row
+// of the input in the first case, and all rows that an output needs in the second.
 struct ImageBlocks {
-  int64_t rows;          // kernel rows of a block
-  int64_t blocks;        // of each kernel row
-  int64_t channels;      // of a block, at most
-  int64_t channel_bytes;  // of a panel
+  int64_t rows;           // kernel rows of a block
+  int64_t blocks;         // blocks of a kernel row, or of all of them
+  int64_t channels;       // channels of a block, at most
+  int64_t channel_bytes;  // bytes of a panel for one channel
   ImageBlocks(const Convolution& shape, const Strip& strip);
   int64_t panel_bytes() const { return kPanelBytes + channels * channel_bytes; }
 };
