@@ -144,7 +144,7 @@ class Curve:
         at_most: Whether early stopping may have ended a training earlier, which older files do not
             say.
         scores: Mean score and its deviation over the seeds, both in percent, by target.
-        seeds: Numbers of seeds that the results have.
+        seeds: Numbers of seeds that the scores are means of.
     """
 
     passes: list[float]
@@ -228,7 +228,7 @@ def _curve(
         passes=[summary.rounded(start + total) for total in accumulate(passes)],
         at_most=any(cost.at_most for costs in further for cost in costs),
         scores=scores,
-        seeds=sorted({len(result.seeds) for result in known.values()}),
+        seeds=sorted({len(result.seeds) for result in own if result is not None}),
     )
 
 
