@@ -8,7 +8,6 @@ from torchcram import compressible_weights
 from torchcram.pruners import Calibration
 from torchcram.pruners.activations import (
     as_matrices,
-    forward_order,
     from_matrices,
     products,
     square_sums,
@@ -76,22 +75,6 @@ def test_inputs_by_keyword_and_half_precision_are_summed_in_float32():
     found = products(Calibration(model, [{"x": x}]), compressible_weights(model))["fc.weight"]
     assert found.dtype is torch.float32
     assert torch.allclose(found[0], x.T @ x)
-
-
-def test_the_order_is_that_of_the_forward():
-    class Backwards(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.last(self.first(x))
-
-    model = Backwards()
-    weights = compressible_weights(model)
-    assert list(weights) == ["last.weight", "first.weight"]
-    order = forward_order(Calibration(model, [torch.randn(2, 4)]), weights)
-    assert order == ["first.weight", "last.weight"]
 
 
 def test_the_fused_encoder_layer_of_torch_is_looked_into_but_for_its_attention():

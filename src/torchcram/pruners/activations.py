@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 
 def square_sums(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
     """Returns sum x_j^2 for every input j of every layer, as (groups, inputs per output)."""
-    return _sums(calibration, weights, lambda x: x.square().sum(-1, dtype=torch.float64))
+    run = calibration.run
+    return _sums(calibration, weights, lambda x: x.square().sum(-1, dtype=torch.float64), run)
 
 
-def products(calibration: Calibration, weights: Weights) -> dict[str, Tensor]:
-    """Returns X X^T of every layer, as (groups, inputs per output, inputs per output)."""
-    return _sums(calibration, weights, lambda x: x @ x.mT)
+def products(
+    calibration: Calibration, weights: Weights, run: Callable[[], object] | None = None
+) -> dict[str, Tensor]:
+    """Returns X X^T of every layer, as (groups, inputs per output, inputs per output).
 
-
-def forward_order(calibration: Calibration, weights: Weights) -> list[str]:
-    """Returns the names of `weights` in the order in which the model first uses them."""
-    return list(_sums(calibration, weights, lambda x: x.new_zeros(())))
+    Args:
+        calibration: Model and batches.
+        weights: Weights of the layers.
+        run: Function that runs the layers on all batches; by default it runs the whole model.
+    """
+    return _sums(calibration, weights, lambda x: x @ x.mT, run or calibration.run)
 
 
 def as_matrices(weights: Weights, name: str, layer: nn.Module) -> Tensor:
@@ -112,15 +116,24 @@ def _is_visible(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d)) or is_conv1d(layer)
 
 
+def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Returns the inputs of a layer that was called with these arguments."""
+    inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return inputs
+
+
 def _sums(
-    calibration: Calibration, weights: Weights, summary: Callable[[Tensor], Tensor]
+    calibration: Calibration,
+    weights: Weights,
+    summary: Callable[[Tensor], Tensor],
+    run: Callable[[], object],
 ) -> dict[str, Tensor]:
     """Returns the sum of `summary` of the inputs of every layer over all batches."""
     sums: dict[str, Tensor] = {}
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-            inputs = (args[0] if args else next(iter(named.values()))).detach()
+            inputs = first_input(args, named).detach()
             with torch.autocast(inputs.device.type, enabled=False):
                 addend = summary(_columns(layer, inputs))
             sums[name] = sums[name].add_(addend) if name in sums else addend
@@ -134,7 +147,7 @@ def _sums(
                 layer.register_forward_pre_hook(hook_for(name), with_kwargs=True)
                 for layer in layers
             ]
-        calibration.run()
+        run()
     finally:
         for hook in hooks:
             hook.remove()

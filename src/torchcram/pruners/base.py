@@ -184,8 +184,8 @@ class Calibration:
             )
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Runs the model on all batches.
+    def run(self, batches: Iterable[Any] | None = None) -> int:
+        """Runs the model on all batches, or on some others; returns their number.
 
         Raises:
             ValueError: If there is no batch.
@@ -193,13 +193,15 @@ class Calibration:
         count = 0
         torch.clear_autocast_cache()  # it may hold copies of earlier weights
         with eval_mode(self.model):
-            for count, batch in enumerate(self.batches, 1):  # noqa: B007
+            for batch in self.batches if batches is None else batches:
+                count += 1
                 if self.loss is None:
                     forward(self.model, batch)
                 else:
                     self.loss(self.model, batch)
         if not count:
             raise ValueError("pruning needs at least one batch to look at, and got none")
+        return count
 
     def differentiate(
         self, weights: Weights, count: int, use: Callable[[dict[str, Tensor]], None]

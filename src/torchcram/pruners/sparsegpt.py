@@ -12,13 +12,12 @@ from torchcram.layers import count_inputs, some_of
 from torchcram.operators import NM, RowTopK, UniformTopK
 from torchcram.pruners.activations import (
     as_matrices,
-    forward_order,
     from_matrices,
     layers_of,
-    products,
     split_by_visible_inputs,
 )
 from torchcram.pruners.base import Pruner, require_damping
+from torchcram.pruners.propagation import products_in_order
 from torchcram.selection import count_kept, keep_largest, keep_largest_in_rows
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class SparseGPT(Pruner):
 
     Masks are chosen for `block` columns at a time, N:M masks for one group at a time, from the
     weights as compensated so far. Layers are pruned in the order of the forward pass, each with the
-    inputs that the pruned layers before it produce: one pass over the batches per layer.
+    inputs that the pruned layers before it produce.
 
     Attributes:
         pattern: UniformTopK, RowTopK or NM. The counts are exact: a block keeps the share of all
@@ -71,16 +70,17 @@ class SparseGPT(Pruner):
         visible, hidden = split_by_visible_inputs(str(self), calibration.model, weights)
         layers = layers_of(calibration.model, visible)
         masks: dict[str, Tensor] = dict(self.pattern.compress_(hidden))
-        for name in forward_order(calibration, visible):
-            layer = some_of(visible, [name])
-            if isinstance(self.pattern, NM) and count_inputs(layer, name) % self.pattern.group:
-                masks |= self.pattern.select(layer)  # left dense, and named in a warning
-                continue
-            matrices = as_matrices(layer, name, layers[name][0])
-            upper = _upper(products(calibration, layer)[name], self.damping)
-            pruned, kept = self._reconstruct(matrices, upper.to(matrices.device))
-            weights[name].copy_(from_matrices(layer, name, pruned))
-            masks[name] = from_matrices(layer, name, kept)
+        for grams in products_in_order(calibration, visible):
+            for name, gram in grams.items():
+                layer = some_of(visible, [name])
+                if isinstance(self.pattern, NM) and count_inputs(layer, name) % self.pattern.group:
+                    masks |= self.pattern.select(layer)  # left dense, and named in a warning
+                    continue
+                matrices = as_matrices(layer, name, layers[name][0])
+                upper = _upper(gram, self.damping).to(matrices.device)
+                pruned, kept = self._reconstruct(matrices, upper)
+                weights[name].copy_(from_matrices(layer, name, pruned))
+                masks[name] = from_matrices(layer, name, kept)
         return {name: masks[name] for name in weights}
 
     def _reconstruct(self, matrices: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
