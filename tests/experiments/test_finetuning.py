@@ -282,7 +282,7 @@ def test_distillation_stopped_and_continued_is_the_same(tmp_path, source, data):
 
 def test_distillation_takes_a_model_of_the_same_classes(tmp_path, source, data):
     given = recipe("train.distillation={}", method="sgd", epochs=1)
-    with pytest.raises(ValueError, match="which only fine-tuning has; allowed here: null"):
+    with pytest.raises(ValueError, match="a trained model as the teacher, which fine-tuning"):
         run(tmp_path / "plain", given, data)
     assert not (tmp_path / "plain").exists()
     moved = transfer_recipe(GIVEN, "dense", given)

@@ -228,6 +228,27 @@ def test_a_sweep_puts_the_least_perplexity_first(decoder, paragraphs):
     assert "task.args.length is the same for all trainings on one dataset, got 16, 8" in said
 
 
+def test_a_pretrained_model_is_the_teacher_of_its_training(decoder, paragraphs, finished):
+    words = line("train", MULTI, decoder, paragraphs, "train.distillation.weight=1")
+    succeed(*words, "--out", "taught")
+    start = read_run(Path("taught"))[1].start
+    assert start is not None
+    assert read_run(finished[0])[1].start is None
+    assert succeed(*words, "--out", "taught").stdout  # the same teacher: nothing is trained again
+    tokens = torch.arange(LENGTH).remainder(50)[None]
+    before, taught, alone = (
+        model(tokens).detach().softmax(-1)
+        for model in (
+            build_causal_model(str(decoder), pretrained=True).eval(),
+            load_trained(Path("taught"), CPU).model,
+            load_trained(finished[0], CPU).model,
+        )
+    )
+    assert (taught - before).abs().sum() < (alone - before).abs().sum()
+    said = fail(*words, "--set", "model.pretrained=false", "--out", "other")
+    assert "train.distillation needs a trained model as the teacher" in said
+
+
 def test_distillation_compares_the_scores_of_tokens():
     scores, teacher = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     expected = F.kl_div(

@@ -1,12 +1,17 @@
+"""Distillation: its loss, and the teacher of a training."""
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import recipe
+from runs import CPU, Stop, digits, recipe, run, stop_after, weights
 from torch.nn.functional import kl_div
 
+from torchcram import compress
+from torchcram.experiments.recipe.build import build_batches
 from torchcram.experiments.recipe.schema import DistillConfig, TrainConfig
 from torchcram.experiments.training.steps import distillation_loss, loss_of
+from torchcram.experiments.training.trainer import Start, load_trained
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.5, 8), st.integers(0, 99))
@@ -63,3 +68,57 @@ def test_it_is_written_only_where_it_is_set():
     assert "distillation" not in recipe().to_dict()["train"]
     section = recipe("train.distillation.weight=0.5").to_dict()["train"]["distillation"]
     assert section == {"weight": 0.5, "temperature": 2.0}
+
+
+PLAIN = recipe(method="sgd")
+TAUGHT = recipe("train.distillation.weight=1", epochs=2)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digits()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory, data):
+    """A model that was trained plainly."""
+    folder = tmp_path_factory.mktemp("dense")
+    run(folder, PLAIN, data)
+    return load_trained(folder, CPU).model
+
+
+def test_a_training_learns_from_the_model_that_it_starts_from(tmp_path, data, dense):
+    images, _ = next(build_batches(PLAIN, data, train=False, device=CPU, seed=0).epoch(0))
+    alone = recipe(epochs=2)
+
+    @torch.no_grad()
+    def distance(model):
+        return float((model(images).softmax(1) - dense(images).softmax(1)).abs().mean())
+
+    models = [
+        run(tmp_path / name, given, data, start=Start(dense)).model
+        for name, given in (("alone", alone), ("taught", TAUGHT))
+    ]
+    for alone_, taught in (models, [compress(model, "global:0.5") for model in models]):
+        assert distance(taught) < 0.8 * distance(alone_)
+
+
+def test_a_training_with_a_teacher_is_continued_bit_for_bit(tmp_path, data, dense):
+    run(tmp_path / "whole", TAUGHT, data, start=Start(dense))
+    with pytest.raises(Stop):
+        run(tmp_path / "cut", TAUGHT, data, start=Start(dense), make_step=stop_after(7))
+    run(tmp_path / "cut", TAUGHT, data, start=Start(dense))
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
+def test_another_teacher_is_another_run(tmp_path, data, dense):
+    run(tmp_path / "run", TAUGHT, data, start=Start(dense))
+    other = compress(dense, "global:0.5")
+    with pytest.raises(ValueError, match="start"):
+        run(tmp_path / "run", TAUGHT, data, start=Start(dense, teacher=other))
+
+
+def test_a_model_that_is_not_trained_teaches_nothing(tmp_path, data):
+    with pytest.raises(ValueError, match=r"needs a trained model as the teacher.*allowed here: nu"):
+        run(tmp_path / "run", TAUGHT, data)
+    assert not (tmp_path / "run").exists()

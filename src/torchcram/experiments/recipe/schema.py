@@ -76,7 +76,10 @@ class StopConfig:
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Distillation: the dense model is the teacher of the compressed one; only in fine-tuning.
+    """Distillation: a dense model is the teacher.
+
+    In fine-tuning it is the model before compression. In training it is the model that the training
+    starts from: that of `--from`, or a pretrained language model that generates.
 
     Attributes:
         weight: Weight of the distillation loss; that of the labels is 1 - weight.

@@ -110,6 +110,7 @@ class Task(ABC):
         has_batchnorm: Whether batch-norm statistics are estimated anew after compression.
         is_transformers: Whether models are those of Transformers.
         can_generate: Whether models are `CausalModel`s, which generate text.
+        has_pretrained_head: Whether pretrained models solve the task before any training.
         class_dim: Dimension of the outputs that the scores of one prediction are along.
         compressed_by_default: Regular expression for the names of the weights that are compressed
             where a recipe does not say `only`; None for all that can be.
@@ -123,6 +124,7 @@ class Task(ABC):
     has_batchnorm: ClassVar[bool] = False
     is_transformers: ClassVar[bool] = False
     can_generate: ClassVar[bool] = False
+    has_pretrained_head: ClassVar[bool] = False
     class_dim: ClassVar[int] = 1
     compressed_by_default: ClassVar[str | None] = None
 

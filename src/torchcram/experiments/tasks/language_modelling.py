@@ -75,6 +75,7 @@ class LanguageModelling(TokenizedTask):
     unit: ClassVar[str] = "blocks"
     batch_type: ClassVar[type[BlockBatches]] = BlockBatches
     can_generate: ClassVar[bool] = True
+    has_pretrained_head: ClassVar[bool] = True
     class_dim: ClassVar[int] = -1
     # blocks of a model are numbered; embeddings and the head are not
     compressed_by_default: ClassVar[str | None] = r"\.\d+\."

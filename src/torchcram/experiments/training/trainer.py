@@ -179,7 +179,9 @@ def train(
         data: Dataset to train and test on.
         seed: Seed of the initial weights, the batches and the choice of operators.
         device: Device that everything is computed on.
-        start: Model to start from, masks to hold, and model to learn from.
+        start: Model to start from, masks to hold, and model to learn from. Where the recipe has
+            `train.distillation`, the teacher is the model that the training starts from, unless
+            `start` has another one.
         eval_interval: Number of epochs between two tests; the last epoch is always tested.
         checkpoint_interval: Number of epochs between two checkpoints; the last always has one.
         make_step: Function that makes the `Step`: eager, or as CUDA graphs.
@@ -190,8 +192,8 @@ def train(
 
     Raises:
         ValueError: If the folder holds another run, if the model does not take the data, if ranks
-            have different arguments, or if the recipe has `train.distillation` and `start` has no
-            teacher.
+            have different arguments, or if the recipe has `train.distillation` and the training
+            starts from an untrained model.
         FloatingPointError: If the loss is not finite.
     """
     for name, every in (("eval", eval_interval), ("checkpoint", checkpoint_interval)):
@@ -201,6 +203,7 @@ def train(
         require_peft()
     if sharded:
         check_sharded(recipe, ranks, holds_masks=start is not None and start.masks is not None)
+    start = _with_teacher(start, recipe, classes=len(data.classes), seed=seed)
     teacher = _teacher(start, recipe, device)
     requested = RunInfo(
         seed=seed,
@@ -697,15 +700,25 @@ class Epochs:
         return small.after[0].value
 
 
+def _with_teacher(start: Start | None, recipe: Recipe, *, classes: int, seed: int) -> Start | None:
+    """Returns a start that has a teacher, if the recipe needs one: the model it starts from."""
+    if recipe.train.distillation is None or (start is not None and start.teacher is not None):
+        return start
+    if start is None:
+        if not recipe.model.pretrained or not recipe.build_task().has_pretrained_head:
+            raise ValueError(
+                f"{recipe.name}: train.distillation needs a trained model as the teacher, which "
+                "fine-tuning, --from RUN and pretrained language models that generate have; "
+                "allowed here: null"
+            )
+        start = Start(build_initial_model(recipe, classes=classes, seed=seed))
+    return replace(start, teacher=start.model)
+
+
 def _teacher(start: Start | None, recipe: Recipe, device: torch.device) -> nn.Module | None:
     """Returns a copy of the teacher on `device`, in eval mode and without gradients, if needed."""
-    if recipe.train.distillation is None:
+    if recipe.train.distillation is None or start is None or start.teacher is None:
         return None
-    if start is None or start.teacher is None:
-        raise ValueError(
-            f"{recipe.name}: train.distillation needs a dense model as the teacher, which only "
-            "fine-tuning has; allowed here: null"
-        )
     return to_device(copy.deepcopy(start.teacher), device).eval().requires_grad_(False)
 
 
