@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from torchcram.experiments.evaluation.results import read_results
+from torchcram.experiments.evaluation.results import read_result, read_results
 from torchcram.report.markdown_tables import TRAINED_ON, TRANSFER, marked, stale
 
 ROOT = Path(__file__).parent.parent
@@ -47,3 +47,24 @@ def test_the_picture_is_up_to_date():
     curves = runpy.run_path(str(ROOT / "docs" / "accuracy.py"))["read_curves"]()
     shown = json.loads(Image.open(ROOT / "docs" / "accuracy.png").text["Description"])
     assert shown == json.loads(json.dumps(curves)), "draw it anew: python docs/accuracy.py"
+
+
+def test_the_learning_rates_are_those_of_the_results():
+    def text(value):
+        return (
+            f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 100 else f"{value:.2f}"
+        )
+
+    folder = ROOT / "results" / "learning-rates" / "wiki-paragraphs" / "smollm2-135m"
+    page = (ROOT / "docs" / "language.md").read_text()
+    (header,) = (line for line in page.splitlines() if line.startswith("| method | learning rate"))
+    shown = [cell.strip(" `") for cell in header.strip("|").split("|")][3:]
+    paths = sorted(folder.glob("*.json"))
+    assert len(paths) == 6
+    for path in paths:
+        (seed,) = read_result(path).seeds
+        rate = json.loads(path.read_text())["recipe"]["optimizer"]["lr"]
+        assert float(path.stem.removeprefix("adamw-").removeprefix("cram-plus-multi-1x-")) == rate
+        scores = {target.operator: target.after for target in seed.targets}
+        cells = [text(seed.dense), *(text(scores[target]) for target in shown)]
+        assert f"| {' | '.join(cells)} |" in page, path.name
