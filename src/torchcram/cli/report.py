@@ -1,15 +1,17 @@
-"""torchcram report and torchcram results."""
+"""torchcram report, torchcram results and torchcram costs."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchcram.cli.app import app
-from torchcram.cli.errors import UsageError, errors_in_a_line
+from torchcram.cli.errors import UsageError, errors_in_a_line, usage
+from torchcram.cli.options import ResultFile
 
 RESULTS = Path("results")
 PAGES = (Path("README.md"), Path("docs/results.md"))
@@ -95,3 +97,65 @@ def _show_all(folder: Path) -> None:
         raise ValueError(f"{folder} has no results")
     for result in shown:
         show(result_table(result))
+
+
+@app.command()
+def costs(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH",
+            show_default="results",
+            help="Folders of results, result files, run folders.",
+        ),
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP",
+            show_default="those that models were trained or fine-tuned for",
+            help="Target such as global:0.9, in the order in which they are needed. Repeatable.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the tables in Markdown.")
+    ] = False,
+    json: ResultFile = None,
+) -> None:
+    """Compare what several targets cost: one training for all, or one for each.
+
+    For every method, the table shows the passes over the training set that the first 1, 2, ...
+    targets need, fine-tuning included, and the score at each target. A result does not know the
+    passes before a training that started --from another run; they are not counted.
+    """
+    with errors_in_a_line():
+        from torchcram.cli.output import result_output, show
+        from torchcram.report.costs import compare_costs, cost_table
+        from torchcram.report.markdown_tables import costs_markdown
+        from torchcram.report.sources import read_sources
+
+        targets = _read_targets(at or ())
+        compared = compare_costs(read_sources(paths or [RESULTS])[0], targets)
+        shown = [comparison for comparison in compared.comparisons if comparison.methods]
+        if not shown:
+            raise ValueError(f"no result has a score at {', '.join(targets) or 'any target'}")
+        with result_output(json) as write:
+            for comparison in shown:
+                if markdown:
+                    typer.echo(f"{comparison.name}\n\n{costs_markdown(comparison)}")
+                else:
+                    show(cost_table(comparison))
+            write(compared)
+
+
+def _read_targets(texts: Sequence[str]) -> list[str]:
+    """Returns operators in their canonical form; raises UsageError for what cannot be one."""
+    from torchcram.experiments.recipe.overrides import DENSE, read_at
+
+    with usage():
+        targets = [read_at(text) for text in texts]
+    if DENSE in targets:
+        raise UsageError("--at dense: every method has a dense model; allowed are operators")
+    if len(set(targets)) < len(targets):
+        raise UsageError(f"--at: every operator is allowed once, got {', '.join(targets)}")
+    return targets

@@ -2,7 +2,8 @@
 
 A table stands between the lines `<!-- results:cifar10/resnet20 sgd sam -->` and
 `<!-- end results -->`; see `markdown_table` for what the name means. That of transfers stands after
-`<!-- results:transfer tiny-imagenet-200/resnet18-64 sgd sam -->`.
+`<!-- results:transfer tiny-imagenet-200/resnet18-64 sgd sam -->`, and that of costs after
+`<!-- results:costs cifar10/resnet20 sgd dpf -->`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torchcram.experiments.io.files import slug, write_atomically
 from torchcram.experiments.metrics import less_is_better
 from torchcram.experiments.recipe import load_recipe
 from torchcram.experiments.recipe.overrides import DISTILLED, FINETUNE
-from torchcram.report import summary, transfer
+from torchcram.report import costs, summary, transfer
 from torchcram.report.summary import change_text, score_text
 
 NOT_RUN = "not run yet"
 TRANSFER = "transfer"  # first word of a section on transfers
+COSTS = "costs"  # first word of a section on what several targets cost
 TRAINED_ON = {"fine-tuned@": FINETUNE, "distilled@": DISTILLED}  # words, and marks in methods
 _NAME = re.compile(r"([^\s/]+)/([^\s/]+)((?:\s+[^\s/]+)*)")
 
@@ -42,13 +44,17 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
             give every method a further row: "obs@" with the same targets by that pruner,
             "fine-tuned@" and "distilled@" with the targets trained on, and "obs@fine-tuned@" with
             the targets of that pruner trained on. "transfer" before it all stands for the models
-            of these methods on other tasks: "transfer cifar10/resnet20 sgd sam".
+            of these methods on other tasks: "transfer cifar10/resnet20 sgd sam". "costs" before it
+            all stands for the passes that several targets need: "costs cifar10/resnet20 sgd dpf
+            global:0.8 global:0.9".
 
     Raises:
         ValueError: If the name is of another form.
     """
     if name.partition(" ")[0] == TRANSFER:
         return _transfer_table(results, name.partition(" ")[2].strip())
+    if name.partition(" ")[0] == COSTS:
+        return _costs_table(results, name.partition(" ")[2].strip())
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
@@ -79,6 +85,35 @@ def markdown_table(results: Iterable[Result], name: str) -> str:
                 rows.append([_escaped(f"- {how}"), "", *cells, "", *length, ""])
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", _note(shown)]) + "\n"
+
+
+def _costs_table(results: Iterable[Result], name: str) -> str:
+    """Returns the table of costs for a model on a task, of all methods or some."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"{COSTS} {name!r} names no results; allowed: task/model method ... target ..."
+        )
+    words = match[3].split()
+    targets = [word for word in words if summary.is_operator(word)]
+    methods = [word for word in words if word not in targets]
+    own = [result for result in results if (result.task, result.model) == (match[1], match[2])]
+    comparison = costs.compare_costs(own, targets).one(f"{match[1]}/{match[2]}")
+    if comparison is None:
+        return f"{NOT_RUN[0].upper()}{NOT_RUN[1:]}.\n"
+    return costs_markdown(comparison.of(methods) if methods else comparison)
+
+
+def costs_markdown(comparison: costs.CostComparison) -> str:
+    """Returns a row per method, and a note on what the numbers are."""
+    header, rows = costs.cells(comparison)
+    first = len(header) - len(comparison.targets) - 1
+    header = [*header[:first], *map(_code, comparison.targets), header[-1]]
+    lines = [header, ["---", *["--:"] * (len(header) - 1)]]
+    lines += [[_escaped(row[0]), *row[1:]] for row in rows]
+    note = costs.note(comparison)
+    note = f"{note[0].upper()}{note[1:]}."
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", note]) + "\n"
 
 
 def _transfer_table(results: Iterable[Result], name: str) -> str:

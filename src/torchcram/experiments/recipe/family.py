@@ -116,25 +116,28 @@ def _one_per_target(
             operator = read_operator(f"{key}[{index}]", text)
             title = settings.get("title", method)
             target = {
-                "title": f"{title}, trained for {_in_words(operator)}",
+                "title": f"{title}{trained_words(operator)}",
                 "method": {"target": str(operator)},
                 "compress": {"to": [str(operator)]},
             }
-            yield f"{method}-{_suffix(operator)}", merged(others, target)
+            yield f"{method}{target_suffix(operator)}", merged(others, target)
 
 
-def _in_words(operator: Operator) -> str:
-    """Returns "90 %" for an operator with a sparsity of 0.9, and "2:4" for a pattern."""
+def trained_words(operator: Operator) -> str:
+    """Returns what titles end with: ", trained for 90 %" for a sparsity of 0.9, or for "2:4"."""
     level = getattr(operator, "sparsity", None)
+    words = str(operator)
     if isinstance(level, float):
-        return f"{100 * level:.4g} %"
-    return f"{operator.keep}:{operator.group}" if isinstance(operator, NM) else str(operator)
+        words = f"{100 * level:.4g} %"
+    elif isinstance(operator, NM):
+        words = f"{operator.keep}:{operator.group}"
+    return f", trained for {words}"
 
 
-def _suffix(operator: Operator) -> str:
-    """Returns "k90" for an operator with a sparsity of 0.9, otherwise its text as a file name."""
+def target_suffix(operator: Operator) -> str:
+    """Returns what names end with: "-k90" for a sparsity of 0.9, otherwise the text of it."""
     level = getattr(operator, "sparsity", None)
-    return f"k{100 * level:.4g}" if isinstance(level, float) else slug(str(operator))
+    return f"-k{100 * level:.4g}" if isinstance(level, float) else f"-{slug(str(operator))}"
 
 
 def _require_keys(section: str, settings: dict[str, Any], *also: str) -> None:
