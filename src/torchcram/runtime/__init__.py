@@ -5,7 +5,8 @@
 
 from torchcram.kernels.cpu.library import available
 from torchcram.runtime.cpu.generation import prepare_generation
-from torchcram.runtime.cpu.prepare import prepare, report
+from torchcram.runtime.cpu.prepare import prepare
 from torchcram.runtime.cpu.replace_layers import Choice
+from torchcram.runtime.cpu.reports import report
 
 __all__ = ["Choice", "available", "prepare", "prepare_generation", "report"]

@@ -13,8 +13,7 @@ from torchcram import compress
 from torchcram.kernels.cpu import library
 from torchcram.kernels.cpu.library import has_openmp, set_openmp_threads
 from torchcram.runtime import prepare, report
-from torchcram.runtime.cpu import batches, replace_layers
-from torchcram.runtime.cpu import prepare as prepare_module
+from torchcram.runtime.cpu import batches, image_ways, replace_layers
 from torchcram.runtime.cpu.batches import BatchSplitter
 
 pytestmark = pytest.mark.skipif(not has_openmp(), reason="torch has no OpenMP")
@@ -194,7 +193,7 @@ def single_images_win(monkeypatch):
         return {name: 0.1 if name in ("image by image", "sparse") else 1.0 for name in work}
 
     monkeypatch.setattr(replace_layers, "time_in_turns", times)
-    monkeypatch.setattr(prepare_module, "_CACHE_BYTES", 0)
+    monkeypatch.setattr(image_ways, "_CACHE_BYTES", 0)
     return races
 
 

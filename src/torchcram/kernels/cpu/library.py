@@ -19,7 +19,7 @@ LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or _BUILT)
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _MATRIX = (_POINTER, _LONG)  # packed matrix and its bytes
-_INTERFACE = 7  # torchcram_interface in api.cpp
+_INTERFACE = 8  # torchcram_interface in api.cpp
 _FUNCTIONS = {
     "interface": (_INT, []),
     "level": (ctypes.c_char_p, []),
@@ -54,6 +54,8 @@ _FUNCTIONS = {
     "max_pool": (_INT, [_POINTER, _LONG, _POINTER, _POINTER, _INT]),
     "use_huge_pages": (_INT, [_POINTER, _LONG]),
     "reverse_dimensions": (_INT, [_POINTER, *[_LONG] * 3, _POINTER, _INT]),
+    "cut_tiles": (_INT, [_POINTER, *[_LONG] * 6, _POINTER, _INT]),
+    "join_tiles": (_INT, [_POINTER, *[_LONG] * 6, _POINTER, _INT]),
     "attention": (_INT, [*[_POINTER] * 3, *[_LONG] * 4, ctypes.c_float, _POINTER, _INT]),
     "norm_rows": (_INT, [_POINTER, _LONG, _LONG, _POINTER, ctypes.c_float, _POINTER, _INT]),
     "gate_values": (_INT, [_POINTER, _POINTER, _LONG, _POINTER, _INT]),
@@ -69,7 +71,8 @@ LEVELS = ("portable", "neon", "neon_dotprod") if _ARM else ("portable", "avx2", 
 _ALLOCATE = (
     *("pack_linear", "pack_images", "pad", "convolution"),
     *("linear", "linear_int8", "feed_forward", "attention", "max_pool"),
-    *("reverse_dimensions", "norm_rows", "gate_values", "row_product", "decoder_step"),
+    *("reverse_dimensions", "cut_tiles", "join_tiles"),
+    *("norm_rows", "gate_values", "row_product", "decoder_step"),
 )
 
 

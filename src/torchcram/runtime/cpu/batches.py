@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import has_openmp, set_openmp_threads
-
-PANEL_IMAGES = 16  # kImages in csrc/convolution.h
+from torchcram.runtime.cpu.packing import PANEL_IMAGES
 
 
 class BatchSplitter(nn.Module):

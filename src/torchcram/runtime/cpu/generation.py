@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.decoder_check import find_difference
-from torchcram.runtime.cpu.prepare import prepare, report, with_report
+from torchcram.runtime.cpu.prepare import prepare
 from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
 from torchcram.runtime.cpu.replace_layers import Choice
+from torchcram.runtime.cpu.reports import report, with_report
 from torchcram.runtime.cpu.row_matrix import RoundedLinear
 from torchcram.runtime.marking import mark_prepared_
 

@@ -11,6 +11,7 @@ from torchcram.runtime.cpu.memory_format import is_channels_last
 from torchcram.runtime.cpu.ops.conv2d import unpack_conv2d
 from torchcram.runtime.cpu.ops.linear import ACTIVATIONS, activation_number, unpack_linear
 from torchcram.runtime.cpu.packing import (
+    NOT_CUT,
     Geometry,
     check_packed,
     owned,
@@ -107,6 +108,8 @@ class SparseConv2d(PackedLayer):
         by_images: Whether a panel holds the same pixels of 16 images, for large batches, instead of
             neighbouring pixels of one image.
         relu: Whether ReLU follows the convolution.
+        tiles: Numbers of tiles of an image, down and across, if the layer is called with the tiles
+            of images in place of images.
     """
 
     def __init__(
@@ -117,10 +120,12 @@ class SparseConv2d(PackedLayer):
         *,
         by_images: bool = False,
         relu: bool = False,
+        tiles: tuple[int, int] = NOT_CUT,
     ) -> None:
         super().__init__(pack_images(weight, geometry) if by_images else pack_linear(weight), bias)
         self.out_channels, self.in_channels = weight.shape[:2]
         self.geometry, self.by_images, self.relu = geometry, by_images, relu
+        self.tiles = tiles
         self.channels_last = is_channels_last(weight)
         pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
         self._numbers = [number for pair in pairs for number in pair]
@@ -139,6 +144,7 @@ class SparseConv2d(PackedLayer):
             self.by_images,
             self.relu,
             self.channels_last,
+            self.tiles,
         )
         return y
 
@@ -153,7 +159,8 @@ class SparseConv2d(PackedLayer):
     def extra_repr(self) -> str:
         """Returns the settings of the layer for its `repr`."""
         numbers = f"{self.in_channels}, {self.out_channels}, {self.geometry}"
-        return f"{numbers}, by_images={self.by_images}, relu={self.relu}"
+        tiles = "" if self.tiles == NOT_CUT else f", tiles={self.tiles}"
+        return f"{numbers}, by_images={self.by_images}, relu={self.relu}{tiles}"
 
 
 class SparseFeedForward(nn.Module):

@@ -16,6 +16,8 @@ from torchcram.runtime.cpu.tensor_cache import TensorCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PANEL_IMAGES = 16  # images, or tiles of them, in a panel: kImages in packed.h
+NOT_CUT = (1, 1)  # tiles of an image, down and across
 PAIRS, QUAD_ROWS = 2, 3  # layouts of a packed matrix, convolution_struct in packed.h
 _FORMER_MAGICS = (b"CRAM1\0\0\0", b"CRAM2\0\0\0")
 _ALIGNMENT = 8  # bytes
@@ -61,23 +63,49 @@ class Geometry:
             sides.append((size + 2 * self.padding[side] - reach) // self.stride[side] + 1)
         return sides[0], sides[1]
 
+    def fits_tiles(self, size: tuple[int, int], tiles: tuple[int, int]) -> bool:
+        """Returns whether the kernels can convolve images that are cut into tiles.
+
+        Outputs of a tile have to be a tile of the outputs, and need no pixel beyond the next tiles.
+
+        Args:
+            size: Height and width of an image.
+            tiles: Numbers of tiles of an image, down and across.
+        """
+        outputs = self.output(*size)
+        for side, count in enumerate(tiles):
+            if count == 1:
+                continue
+            (whole, rest), (out, out_rest) = divmod(size[side], count), divmod(outputs[side], count)
+            stride, padding = self.stride[side], self.padding[side]
+            last = (out - 1) * stride - padding + self.dilation[side] * (self.kernel[side] - 1)
+            if rest or out_rest or out * stride != whole or padding > whole or last >= 2 * whole:
+                return False
+        return True
+
 
 @functools.lru_cache(maxsize=1024)
 def convolution_struct(
-    geometry: Geometry, batch: int, channels: int, size: tuple[int, int], padded: tuple[int, int]
+    geometry: Geometry,
+    batch: int,
+    channels: int,
+    size: tuple[int, int],
+    padded: tuple[int, int],
+    tiles: tuple[int, int] = NOT_CUT,
 ) -> ctypes.Array[ctypes.c_int64]:
     """Returns a convolution as the kernels take it: `Convolution` in packed.h.
 
     Args:
         geometry: Geometry of the convolution.
-        batch: Number of images.
+        batch: Number of images, or of tiles.
         channels: Number of input channels.
-        size: Rows and columns of an image.
+        size: Rows and columns of an image, or of a tile.
         padded: Rows and columns of an image as it is passed to the kernels.
+        tiles: Numbers of tiles of an image, down and across.
     """
     pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
     numbers = [batch, channels, *padded, *(number for pair in pairs for number in pair)]
-    numbers += geometry.output(*size)
+    numbers += [*geometry.output(*size), *tiles]
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 

@@ -16,11 +16,14 @@ from torchcram.kernels.cpu.library import has_int8
 from torchcram.runtime.cpu.memory_format import is_channels_last
 from torchcram.runtime.cpu.modules import PackedLayer, SparseConv2d, SparseLinear, SparseLinearInt8
 from torchcram.runtime.cpu.ops.image_layout import images_innermost
-from torchcram.runtime.cpu.packing import Geometry
+from torchcram.runtime.cpu.packing import NOT_CUT, Geometry
 from torchcram.runtime.cpu.reordered import can_reorder, reordered
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Inputs of a model: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+
+Tiles = tuple[int, int]
+"""Numbers of tiles that an image is cut into, down and across."""
 
 LayerTimes = Mapping[str, float]
 """Milliseconds of each way to run a layer."""
@@ -50,7 +53,7 @@ _LEAST = 0.3  # sparsity below which a layer cannot become faster and is not tim
 _MARGIN = 1.05  # speedup that a layer must reach by itself, to be faster in the model, too
 _ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer or a model
 _LEAST_ROUNDS = 5  # however long they take: with fewer, other load on the machine often decides
-_MANY_IMAGES = 9  # batch size from which panels of images are tried
+_MANY_IMAGES = 9  # images, or tiles, in a batch from which panels of images are tried
 
 
 @dataclass(frozen=True)
@@ -147,18 +150,22 @@ def sparsity_of(layer: nn.Module) -> float:
     return 1 - int(torch.count_nonzero(weight)) / max(weight.numel(), 1)
 
 
-def sparse_version(layer: nn.Module, *, by_images: bool = False, int8: bool = False) -> nn.Module:
+def sparse_version(
+    layer: nn.Module, *, by_images: bool = False, int8: bool = False, tiles: Tiles = NOT_CUT
+) -> nn.Module:
     """Returns the same layer on the sparse kernels.
 
     Args:
         layer: Linear or Conv2d layer.
         by_images: Whether a convolution uses panels of images.
         int8: Whether a Linear layer computes in 8 bits.
+        tiles: Tiles of an image, down and across, that panels of images hold in place of images.
     """
     if isinstance(layer, nn.Linear):
         return (SparseLinearInt8 if int8 else SparseLinear)(layer.weight, layer.bias)
     assert isinstance(layer, nn.Conv2d)  # noqa: S101
-    return SparseConv2d(layer.weight, layer.bias, geometry_of(layer), by_images=by_images)
+    geometry, tiles = geometry_of(layer), tiles if by_images else NOT_CUT
+    return SparseConv2d(layer.weight, layer.bias, geometry, by_images=by_images, tiles=tiles)
 
 
 def geometry_of(layer: nn.Conv2d) -> Geometry:
@@ -272,6 +279,7 @@ def measure_layer(
     int8: bool = False,
     innermost: bool = False,
     sparse: bool = True,
+    tiles: Tiles = NOT_CUT,
 ) -> LayerTimes:
     """Times each way to run a layer with an input like its own.
 
@@ -283,6 +291,7 @@ def measure_layer(
         innermost: Whether the inputs and outputs of panels of images have images as the innermost
             dimension already. Otherwise copying them is part of the time.
         sparse: Whether ways with sparse weights are timed.
+        tiles: Tiles that panels of images hold in place of images.
 
     Returns:
         Milliseconds of each way: dense, reordered, sparse, by_images and int8, as far as they are
@@ -294,12 +303,20 @@ def measure_layer(
         return {}
     alike = f"{layer} {received.shape} {received.stride} {sparsity_of(layer):.2f}"
     if alike not in timings:
-        timings[alike] = _measure(layer, received, sparse=sparse, int8=int8, innermost=innermost)
+        timings[alike] = _measure(
+            layer, received, sparse=sparse, int8=int8, innermost=innermost, tiles=tiles
+        )
     return timings[alike]
 
 
 def _measure(
-    layer: nn.Module, received: LayerInput, *, sparse: bool, int8: bool, innermost: bool
+    layer: nn.Module,
+    received: LayerInput,
+    *,
+    sparse: bool,
+    int8: bool,
+    innermost: bool,
+    tiles: Tiles = NOT_CUT,
 ) -> LayerTimes:
     x = received.sample()
     work: dict[str, Callable[[], object]] = {"dense": functools.partial(layer, x)}
@@ -307,14 +324,22 @@ def _measure(
         work["reordered"] = functools.partial(reordered(layer), x)
     if sparse:
         work["sparse"] = functools.partial(sparse_version(layer), x)
-        if isinstance(layer, nn.Conv2d) and x.dim() == 4 and len(x) >= _MANY_IMAGES:
-            images = images_innermost(x) if innermost else x
+        if isinstance(layer, nn.Conv2d) and has_many_images(layer, tuple(x.shape), tiles):
+            images = images_innermost(x, tiles) if innermost else x
             with suppress(ValueError):  # the kernel is too large for panels of images
-                work["by_images"] = functools.partial(sparse_version(layer, by_images=True), images)
+                by_images = sparse_version(layer, by_images=True, tiles=tiles)
+                work["by_images"] = functools.partial(by_images, images)
         if isinstance(layer, nn.Linear) and int8:
             work["int8"] = functools.partial(sparse_version(layer, int8=True), x)
     with torch.no_grad():
         return time_in_turns(work)
+
+
+def has_many_images(layer: nn.Conv2d, shape: tuple[int, ...], tiles: Tiles) -> bool:
+    """Returns whether a batch has enough images, or tiles of them, for panels of images."""
+    if len(shape) != 4 or shape[0] * tiles[0] * tiles[1] < _MANY_IMAGES:
+        return False
+    return tiles == NOT_CUT or geometry_of(layer).fits_tiles((shape[2], shape[3]), tiles)
 
 
 class ModelTimes(NamedTuple):
@@ -363,6 +388,7 @@ def replace_layers_(
     int8: bool = False,
     choose_by_images: ChooseByImages | None = None,
     sparse: bool = True,
+    tiles: Tiles = NOT_CUT,
 ) -> list[Choice]:
     """Replaces layers by sparse ones where that is faster, in place; returns the choices.
 
@@ -376,6 +402,7 @@ def replace_layers_(
             `torchcram.runtime.cpu.image_layouts`. None if the model is no graph.
         sparse: Whether layers may become sparse. Otherwise only the weights of dense layers are
             rearranged.
+        tiles: Tiles that panels of images hold in place of images, in a graph.
     """
     int8 = int8 and has_int8()
     channels_last = inputs is None and may_be_channels_last(model)
@@ -386,7 +413,11 @@ def replace_layers_(
         innermost, timings = choose_by_images is not None, Timings()
         times = {
             name: measure_layer(
-                layer, inputs[name], timings, int8=int8, innermost=innermost, sparse=sparse
+                *(layer, inputs[name], timings),
+                int8=int8,
+                innermost=innermost,
+                sparse=sparse,
+                tiles=tiles,
             )
             for name, layer in layers.items()
             if problems[name] is None

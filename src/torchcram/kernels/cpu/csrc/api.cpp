@@ -62,7 +62,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 7; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 8; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -272,11 +272,13 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
   if (h.rows != rows) return 0;
   if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
   Strip strip;
+  Neighbours neighbours;
+  if (!neighbours.lay_out(c) || (!by_images && c.down * c.across > 1)) return 0;
   if (by_images ? !strip.lay_out(c) || !fits_images(packed, c, strip)
                 : !fits(packed, 1, kPanelBytes))
     return 0;
   Job job = make_job(packed, x, bias, residual, activation, y);
-  job.shape = shape, job.strip = &strip;
+  job.shape = shape, job.strip = &strip, job.neighbours = &neighbours;
   if (!by_images) {
     const int64_t tasks = c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
     job.splits = count_splits(tasks, threads, packed);
@@ -368,6 +370,28 @@ TORCHCRAM_EXPORT int torchcram_reverse_dimensions(const float* x, int64_t outer,
   const Reversal job{outer, middle, inner, x, y};
   const int64_t tasks = ((outer + kPanel - 1) / kPanel) * ((inner + kPanel - 1) / kPanel);
   return run_tasks(kernels->reverse_dimensions, &job, tasks, threads);
+}
+
+static int run_tiling(Task task, const Tiling& job, int threads) {
+  const int64_t sets = (job.images * job.down * job.across + kImages - 1) / kImages;
+  return run_tasks(task, &job, job.height * sets, threads);
+}
+
+// Cuts images [image][channel][row][column] into tiles [row][column][channel][tile]; height and
+// width are those of a tile. Returns 1.
+TORCHCRAM_EXPORT int torchcram_cut_tiles(const float* x, int64_t images, int64_t channels,
+                                         int64_t height, int64_t width, int64_t down,
+                                         int64_t across, float* y, int threads) {
+  return run_tiling(kernels->cut_tiles, {images, channels, height, width, down, across, x, y},
+                    threads);
+}
+
+// Puts the tiles together again. Returns 1.
+TORCHCRAM_EXPORT int torchcram_join_tiles(const float* x, int64_t images, int64_t channels,
+                                          int64_t height, int64_t width, int64_t down,
+                                          int64_t across, float* y, int threads) {
+  return run_tiling(kernels->join_tiles, {images, channels, height, width, down, across, x, y},
+                    threads);
 }
 
 // Self-attention of each sequence; returns 0 if there is no kernel for it.

@@ -1,6 +1,10 @@
 // Convolutions: a panel holds the input pixels that a few outputs need.
 #pragma once
 
+#if defined(TORCHCRAM_AVX512)
+#include <immintrin.h>
+#endif
+
 #include "multiply.h"
 
 namespace torchcram {
@@ -126,7 +130,18 @@ void pixels(const void* data, int64_t task) {
     }
 }
 
-constexpr int kImages = 16;  // images in a panel, for each of 4 neighbouring outputs
+// to[tile] = from[the tile beside it], zero where there is none.
+TORCHCRAM_INLINE void load_neighbours(const float* from, const int32_t* neighbour, int64_t images,
+                                      float* to) {
+#if defined(TORCHCRAM_AVX512)
+  if (images == kImages) {
+    const __m512i lanes = _mm512_loadu_si512(neighbour);
+    const __mmask16 inside = _mm512_movepi32_mask(_mm512_xor_si512(lanes, _mm512_set1_epi32(-1)));
+    return _mm512_storeu_ps(to, _mm512_maskz_permutexvar_ps(inside, lanes, _mm512_loadu_ps(from)));
+  }
+#endif
+  for (int64_t i = 0; i < images; ++i) to[i] = neighbour[i] < 0 ? 0.0f : from[neighbour[i]];
+}
 
 // Loads panel[channel][slot][image] for the channels of a block, from the row `y` of the input,
 // zeros outside of it, and for the 4 outputs that begin at a column. With `Full` there are 16
@@ -139,11 +154,20 @@ void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int
   for (int64_t slot = 0; slot < job.strip->slots; ++slot, panel += kImages) {
     const int64_t x = column * c.stride_w - c.pad_w + job.strip->pixel_of[slot];
     float* to = panel;
-    if (y < 0 || y >= c.height || x < 0 || x >= c.width) {
+    const int below = y < 0 ? -1 : y >= c.height, right = x < 0 ? -1 : x >= c.width;
+    const bool outside = below || right;
+    if (outside && !job.neighbours->any[1 + below][1 + right]) {
       for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
       continue;
     }
-    const float* from = job.input + ((y * c.width + x) * c.channels + first) * c.batch + image;
+    const int64_t pixel = (y - below * c.height) * c.width + x - right * c.width;
+    const float* from = job.input + (pixel * c.channels + first) * c.batch + image;
+    if (outside) {
+      const int32_t* neighbour = job.neighbours->neighbour[1 + below][1 + right];
+      for (int64_t i = 0; i < channels; ++i, to += step, from += c.batch)
+        load_neighbours(from, neighbour, images, to);
+      continue;
+    }
     for (int64_t i = 0; i < channels; ++i, to += step, from += c.batch) {
       if (Full)
         for (int lane = 0; lane < kImages; lane += kLanes) store(to + lane, load(from + lane));
@@ -205,9 +229,13 @@ struct ImageStrip {
     }
   }
 
+  // Rows of the input, those of the tiles above and below included, if there are any.
+  int64_t first_input() const { return c.down > 1 ? -c.height : 0; }
+  int64_t end_of_input() const { return c.down > 1 ? 2 * c.height : c.height; }
+
   // Whether no kernel row above this one lies within the input.
   bool is_first(int64_t ky, int64_t row) const {
-    return ky == 0 || row * c.stride_h - c.pad_h + (ky - 1) * c.dilation_h < 0;
+    return ky == 0 || row * c.stride_h - c.pad_h + (ky - 1) * c.dilation_h < first_input();
   }
 
   void load_row(int64_t y, int64_t channel, int64_t channels, float* to) const {
@@ -260,25 +288,26 @@ struct ImageStrip {
   void run() {
     if (rows.packed.blocks() < c.kernel_h) return run_at_once();
     const int64_t reach = (c.kernel_h - 1) * c.dilation_h;
-    int64_t next = 0;
+    const int64_t end = end_of_input();
+    int64_t next = first_input();
     for (int64_t row = first; row < last; ++row) {
       const int64_t top = row * c.stride_h - c.pad_h;
       bool inside = false;
       for (int64_t ky = 0; ky < c.kernel_h; ++ky)
-        inside |= top + ky * c.dilation_h >= 0 && top + ky * c.dilation_h < c.height;
+        inside |= top + ky * c.dilation_h >= first_input() && top + ky * c.dilation_h < end;
       if (!inside) {
         fill_with_bias(row);
       } else {
         if (next < top) next = top;
-        for (; next < c.height && next <= top + reach; ++next) add_row(next);
+        for (; next < end && next <= top + reach; ++next) add_row(next);
       }
       store_row(row);
     }
   }
 };
 
-// The lanes of a panel are 16 images, its vectors 4 neighbouring outputs. Images are the innermost
-// dimension: [row][column][channel][image]. A task is a band of rows of a strip.
+// The lanes of a panel are 16 images, or tiles of images, its vectors 4 neighbouring outputs. Images
+// are the innermost dimension: [row][column][channel][image]. A task is a band of rows of a strip.
 void images(const void* data, int64_t task) {
   const Job& job = *static_cast<const Job*>(data);
   const Packed& packed = *job.packed;

@@ -7,6 +7,7 @@
 #include "pooling.h"
 #include "reversal.h"
 #include "rows.h"
+#include "tiles.h"
 
 namespace torchcram {
 namespace {
@@ -39,6 +40,7 @@ constexpr Task kInt8 = nullptr;
 extern const Kernels TORCHCRAM_KERNELS;
 const Kernels TORCHCRAM_KERNELS = {
     kName,   linear,      pixels,    images,      attention, kInt8,
-    decoder, row_product, norm_rows, gate_values, max_pool,  reverse_dimensions};
+    decoder, row_product, norm_rows, gate_values, max_pool,  reverse_dimensions,
+    cut_tiles, join_tiles};
 
 }  // namespace torchcram

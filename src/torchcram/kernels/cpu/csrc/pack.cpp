@@ -37,6 +37,36 @@ bool Strip::lay_out(const Convolution& c) {
   return true;
 }
 
+// Whether outputs of a tile need no pixel beyond the tiles beside it, and lie where they would lie
+// if the image were not cut.
+static bool reaches_next_tile(int64_t tiles, int64_t size, int64_t out, int64_t kernel,
+                              int64_t stride, int64_t pad, int64_t dilation) {
+  if (tiles == 1) return true;
+  const int64_t last = (out - 1) * stride - pad + (kernel - 1) * dilation;
+  return out * stride == size && pad <= size && last < 2 * size;
+}
+
+bool Neighbours::lay_out(const Convolution& c) {
+  if (c.down < 1 || c.across < 1 || c.down > kImages || c.across > kImages) return false;
+  const int64_t tiles = c.down * c.across;
+  if (kImages % tiles || c.batch % tiles) return false;
+  if (!reaches_next_tile(c.down, c.height, c.out_h, c.kernel_h, c.stride_h, c.pad_h, c.dilation_h))
+    return false;
+  if (!reaches_next_tile(c.across, c.width, c.out_w, c.kernel_w, c.stride_w, c.pad_w, c.dilation_w))
+    return false;
+  for (int64_t y = -1; y <= 1; ++y)
+    for (int64_t x = -1; x <= 1; ++x) {
+      any[1 + y][1 + x] = false;
+      for (int64_t tile = 0; tile < kImages; ++tile) {
+        const int64_t row = tile % tiles / c.across + y, column = tile % c.across + x;
+        const bool inside = row >= 0 && row < c.down && column >= 0 && column < c.across;
+        neighbour[1 + y][1 + x][tile] = inside ? int32_t(tile + y * c.across + x) : -1;
+        any[1 + y][1 + x] |= inside;
+      }
+    }
+  return true;
+}
+
 ImageBlocks::ImageBlocks(const Convolution& c, const Strip& strip) {
   const int64_t slot_bytes = 64, row_bytes = strip.slots * slot_bytes;
   const bool few = c.channels * c.kernel_w < kFewWeights;

@@ -69,9 +69,22 @@ struct Packed {
 // that the tables point to lies within it.
 bool valid_tables(const void* memory, int64_t bytes);
 
+// Images may be cut into tiles of equal size, `down` by `across`. Then the batch consists of tiles,
+// those of an image one after another, height and width are those of a tile, and what lies beside
+// a tile is another one or, at the border of the image, padding.
 struct Convolution {
   int64_t batch, channels, height, width, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w,
-      dilation_h, dilation_w, out_h, out_w;
+      dilation_h, dilation_w, out_h, out_w, down, across;
+};
+
+constexpr int kImages = 16;  // images, or tiles of them, in a panel of images
+
+// For each tile of a panel, the tiles beside it: neighbour[1 + y][1 + x][tile] is the number of the
+// one y below and x to the right, or -1.
+struct Neighbours {
+  int32_t neighbour[3][3][kImages];
+  bool any[3][3];                          // whether a tile has one there
+  bool lay_out(const Convolution& shape);  // false if outputs need more than the next tiles
 };
 
 // Slots of the pixels of a row that 4 neighbouring outputs need. The outputs of a kernel column
@@ -110,6 +123,7 @@ struct Job {
   // For convolutions.
   const Convolution* shape = nullptr;
   const Strip* strip = nullptr;
+  const Neighbours* neighbours = nullptr;
   int64_t band = 0;  // rows of outputs of a task
   // For 8 bits: features of a token, and the initial sum and the scale of each row. The initial sum
   // makes up for a zero point of 128; kernels with signed activations do not read it.
@@ -154,6 +168,14 @@ struct MaxPool {
 // y[inner][middle][outer] = x[outer][middle][inner].
 struct Reversal {
   int64_t outer, middle, inner;
+  const float* x;
+  float* y;
+};
+
+// Images [image][channel][row][column] and their tiles [row][column][channel][tile]. Height and
+// width are those of a tile; an image has `down` by `across` of them.
+struct Tiling {
+  int64_t images, channels, height, width, down, across;
   const float* x;
   float* y;
 };
@@ -213,7 +235,7 @@ struct Kernels {
   void (*decoder)(const void* step, int threads);
   void (*row_product)(const RowMatrix& matrix, const float* x, int64_t count, float* y,
                       int threads);
-  Task norm_rows, gate_values, max_pool, reverse_dimensions;
+  Task norm_rows, gate_values, max_pool, reverse_dimensions, cut_tiles, join_tiles;
 };
 
 extern const Kernels kAvx512, kAvx2, kNeonDotprod, kNeon, kPortable;

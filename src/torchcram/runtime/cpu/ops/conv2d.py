@@ -3,6 +3,9 @@
 The kernels read and write [image][channel][row][column] or, with `by_images`,
 [row][column][channel][image]. Outputs have the memory format of the inputs, and channels_last if
 those of a dense convolution would have it.
+
+With `by_images`, the images may be cut into tiles (`torchcram.runtime.cpu.ops.image_layout`), so
+that 16 tiles of one image are computed like 16 images. Inputs, residual and outputs are tiles then.
 """
 
 from __future__ import annotations
@@ -29,8 +32,20 @@ from torchcram.runtime.cpu.ops.common import (
     require_floats,
     require_rows,
 )
-from torchcram.runtime.cpu.ops.image_layout import images_innermost, images_outermost
-from torchcram.runtime.cpu.packing import Geometry, check_packed, convolution_struct, rows_of
+from torchcram.runtime.cpu.ops.image_layout import (
+    cut_into_tiles,
+    images_innermost,
+    images_outermost,
+    join_tiles,
+)
+from torchcram.runtime.cpu.packing import (
+    NOT_CUT,
+    PANEL_IMAGES,
+    Geometry,
+    check_packed,
+    convolution_struct,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,11 +61,14 @@ def _sparse_conv2d(
     by_images: bool,
     relu: bool,
     channels_last: bool = False,
+    tiles: Sequence[int] = NOT_CUT,
 ) -> Tensor:
     rows = rows_of(packed)
     require_rows("bias", bias, rows)
     shape = _geometry(tuple(geometry))
     size = _output_size(x, shape, features)
+    cut = (tiles[0], tiles[1])
+    _check_tiles(x, shape, cut, by_images=by_images)
     batch, channels = x.shape[:2]
     native = IMAGES_INNERMOST if by_images else CONTIGUOUS
     y = on_huge_pages(empty_images(x, size, native))
@@ -62,7 +80,7 @@ def _sparse_conv2d(
         images, padded = _pad(used, shape)
     computed = rows == features and kernels().torchcram_convolution(
         images.data_ptr(),
-        convolution_struct(shape, batch, channels, (used.shape[2], used.shape[3]), padded),
+        convolution_struct(shape, batch, channels, (used.shape[2], used.shape[3]), padded, cut),
         features,
         packed.data_ptr(),
         packed.numel(),
@@ -96,6 +114,7 @@ def _fake_conv2d(
     by_images: bool,
     _relu: bool,
     channels_last: bool = False,
+    _tiles: Sequence[int] = NOT_CUT,
 ) -> Tensor:
     size = _output_size(x, _geometry(tuple(geometry)), features)
     dim_order = output_dim_order(x, by_images=by_images, channels_last=channels_last)
@@ -112,13 +131,16 @@ def _dense_conv2d(
     by_images: bool,
     relu: bool,
     channels_last: bool = False,
+    tiles: Sequence[int] = NOT_CUT,
 ) -> Tensor:
     shape = _geometry(tuple(geometry))
     _output_size(x, shape, features)  # raises if `x` is no batch of images
     weight = unpack_conv2d(packed, x.shape[1], features, geometry, by_images=by_images)
     if channels_last:
         weight = weight.contiguous(memory_format=torch.channels_last)
-    y = functional.conv2d(x, weight, bias, shape.stride, shape.padding, shape.dilation)
+    whole = join_tiles(x, tiles)
+    y = functional.conv2d(whole, weight, bias, shape.stride, shape.padding, shape.dilation)
+    y = cut_into_tiles(y, tiles)
     y = y if residual is None else y + expand_residual(y, residual)
     return functional.relu(y) if relu else y
 
@@ -165,6 +187,22 @@ def _output_size(x: Tensor, shape: Geometry, features: int) -> tuple[int, ...]:
     return images, features, rows, columns
 
 
+def _check_tiles(x: Tensor, shape: Geometry, tiles: tuple[int, int], *, by_images: bool) -> None:
+    """Checks that the kernels can convolve a batch of tiles."""
+    if tiles == NOT_CUT:
+        return
+    if not by_images or min(tiles) < 1 or PANEL_IMAGES % (tiles[0] * tiles[1]):
+        raise ValueError(
+            f"tiles must be 1, 2, 4, 8 or 16 in all and need panels of images, got {tiles}"
+        )
+    size = (x.shape[2] * tiles[0], x.shape[3] * tiles[1])
+    if len(x) % (tiles[0] * tiles[1]) or not shape.fits_tiles(size, tiles):
+        raise ValueError(
+            f"{len(x)} tiles of {x.shape[2]} x {x.shape[3]} pixels, {tiles} of an image, cannot be "
+            f"convolved by {shape}"
+        )
+
+
 @functools.lru_cache(maxsize=1024)
 def _geometry(numbers: tuple[int, ...]) -> Geometry:
     if len(numbers) != 8:
@@ -207,7 +245,8 @@ def _pad(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
 
 register(
     "sparse_conv2d(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, SymInt features, "
-    "int[] geometry, bool by_images, bool relu, bool channels_last=False) -> Tensor",
+    "int[] geometry, bool by_images, bool relu, bool channels_last=False, int[2] tiles=1) "
+    "-> Tensor",
     _sparse_conv2d,
     fake=_fake_conv2d,
     dense=_dense_conv2d,
