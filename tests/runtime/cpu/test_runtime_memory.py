@@ -17,7 +17,6 @@ from torchcram.runtime.cpu.modules import (
     SparseLinear,
     SparseLinearInt8,
 )
-from torchcram.runtime.cpu.ops.common import on_huge_pages
 from torchcram.runtime.cpu.packing import PAIRS, QUAD_ROWS, Geometry, pack_images, pack_linear
 from torchcram.runtime.cpu.row_matrix import RowLinear
 
@@ -242,25 +241,3 @@ def test_a_process_that_may_use_no_more_memory():
     command = [sys.executable, "-W", "ignore", "-c", LIMITED]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout == "torchcram_pack_linear: not enough memory\nTrue\n", ran.stderr
-
-
-@pytest.mark.parametrize("count", [2**23 + 5, 2**23, 12])
-def test_large_outputs_ask_for_huge_pages(monkeypatch, count):
-    asked = []
-    monkeypatch.setattr(
-        library.kernels(), "torchcram_use_huge_pages", lambda *region: asked.append(region)
-    )
-    y = torch.empty(count)
-    assert on_huge_pages(y) is y
-    assert asked == ([(y.data_ptr(), 4 * count)] if count > 2**23 else [])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
-def test_memory_on_huge_pages_is_memory():
-    y = torch.zeros(2**20 + 3)
-    for floats in (y[1:], y[:1000], y[:0]):  # whole pages, none, nothing
-        size = 4 * floats.numel()
-        asked = library.kernels().torchcram_use_huge_pages(floats.data_ptr(), size)
-        assert asked in ((0, 1) if size > 8192 else (0,))  # a kernel may have no huge pages
-        floats.fill_(1.0)
-    assert int(y.sum()) == 2**20 + 2 + 1

@@ -6,6 +6,8 @@ channel, row, column) from the outermost to the innermost in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 CONTIGUOUS, _CHANNELS_LAST, IMAGES_INNERMOST = (0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)
@@ -45,15 +47,17 @@ def output_dim_order(x: Tensor, *, by_images: bool, channels_last: bool) -> tupl
     return _CHANNELS_LAST if channels_last and len(x) else CONTIGUOUS  # as in torch
 
 
-def empty_images(x: Tensor, size: tuple[int, ...], dim_order: tuple[int, ...]) -> Tensor:
+def empty_images(
+    empty: Callable[[tuple[int, ...]], Tensor], size: tuple[int, ...], dim_order: tuple[int, ...]
+) -> Tensor:
     """Returns an uninitialized batch of images.
 
     Args:
-        x: Tensor that gives the dtype and the device.
+        empty: Function that returns an uninitialized tensor of a size.
         size: Numbers of images, channels, rows and columns.
         dim_order: Order of the dimensions in memory.
     """
     if dim_order == CONTIGUOUS:
-        return x.new_empty(size)
+        return empty(size)
     back = [dim_order.index(dimension) for dimension in range(4)]
-    return x.new_empty([size[dimension] for dimension in dim_order]).permute(back)
+    return empty(tuple(size[dimension] for dimension in dim_order)).permute(back)

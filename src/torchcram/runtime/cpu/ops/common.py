@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchcram.kernels.cpu.library import kernels
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAPPED_BYTES = 2**25  # largest DEFAULT_MMAP_THRESHOLD_MAX of glibc
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 
 _library = torch.library.Library("torchcram", "FRAGMENT")
@@ -82,18 +79,6 @@ def expand_residual(y: Tensor, residual: Tensor) -> Tensor:
         raise ValueError(
             f"residual is of shape {given}, which cannot be expanded to outputs of {allowed}"
         ) from None
-
-
-def on_huge_pages(y: Tensor) -> Tensor:
-    """Returns a new, uninitialized tensor, for which the system may use huge pages if it is large.
-
-    The C library maps blocks of more than 32 MB into memory anew at every allocation. Faults of
-    ordinary pages then take as long as many layers.
-    """
-    size = y.numel() * y.element_size()
-    if size > _MAPPED_BYTES:
-        kernels().torchcram_use_huge_pages(y.data_ptr(), size)
-    return y
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.activation_memory import empty_activations
 from torchcram.runtime.cpu.memory_format import (
     CONTIGUOUS,
     IMAGES_INNERMOST,
@@ -26,7 +27,6 @@ from torchcram.runtime.cpu.memory_format import (
 )
 from torchcram.runtime.cpu.ops.common import (
     expand_residual,
-    on_huge_pages,
     pointer,
     register,
     require_floats,
@@ -71,7 +71,7 @@ def _sparse_conv2d(
     _check_tiles(x, shape, cut, by_images=by_images)
     batch, channels = x.shape[:2]
     native = IMAGES_INNERMOST if by_images else CONTIGUOUS
-    y = on_huge_pages(empty_images(x, size, native))
+    y = empty_images(empty_activations, size, native)
     residual = _expand_residual(residual, y, by_images)
     if by_images:
         used, images, padded = x, images_innermost(x), (x.shape[2], x.shape[3])
@@ -101,7 +101,7 @@ def _sparse_conv2d(
         return y
     if dim_order == CONTIGUOUS:
         return images_outermost(y)
-    return empty_images(x, size, dim_order).copy_(y)
+    return empty_images(x.new_empty, size, dim_order).copy_(y)
 
 
 def _fake_conv2d(
@@ -118,7 +118,7 @@ def _fake_conv2d(
 ) -> Tensor:
     size = _output_size(x, _geometry(tuple(geometry)), features)
     dim_order = output_dim_order(x, by_images=by_images, channels_last=channels_last)
-    return empty_images(x, size, dim_order)
+    return empty_images(x.new_empty, size, dim_order)
 
 
 def _dense_conv2d(
@@ -234,7 +234,7 @@ def _pad(x: Tensor, shape: Geometry) -> tuple[Tensor, tuple[int, int]]:
     x = x.contiguous()
     if not (top or left or stride > 1):
         return x, size
-    y = on_huge_pages(x.new_empty((*x.shape[:2], stride, *size)))
+    y = empty_activations((*x.shape[:2], stride, *size))
     planes = x.shape[0] * x.shape[1]
     kernels().torchcram_pad(
         *(x.data_ptr(), planes, height, width, top, left, *size, stride, y.data_ptr()),

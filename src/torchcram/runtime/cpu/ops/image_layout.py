@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.activation_memory import empty_activations
 from torchcram.runtime.cpu.memory_format import CONTIGUOUS, IMAGES_INNERMOST, empty_images
-from torchcram.runtime.cpu.ops.common import on_huge_pages, register
+from torchcram.runtime.cpu.ops.common import register
 from torchcram.runtime.cpu.packing import NOT_CUT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def images_innermost(x: Tensor, tiles: Sequence[int] = NOT_CUT) -> Tensor:
@@ -93,7 +94,7 @@ def _lay_out_images(x: Tensor, innermost: bool, tiles: Sequence[int] = NOT_CUT) 
     fast = x.dtype == torch.float32 and x.permute(source).is_contiguous()
     if not fast:
         return _dense_lay_out_images(x, innermost, tiles)
-    y = on_huge_pages(_fake_lay_out_images(x, innermost, tiles))
+    y = _empty_in_layout(x, tiles, innermost=innermost, empty=empty_activations)
     images, channels, height, width = _tile_sizes(x, tiles, cut=innermost)
     if tuple(tiles) == NOT_CUT:
         sizes = (images, channels, height * width)
@@ -111,11 +112,22 @@ def _lay_out_images(x: Tensor, innermost: bool, tiles: Sequence[int] = NOT_CUT) 
 
 
 def _fake_lay_out_images(x: Tensor, innermost: bool, tiles: Sequence[int] = NOT_CUT) -> Tensor:
+    return _empty_in_layout(x, tiles, innermost=innermost, empty=x.new_empty)
+
+
+def _empty_in_layout(
+    x: Tensor,
+    tiles: Sequence[int],
+    *,
+    innermost: bool,
+    empty: Callable[[tuple[int, ...]], Tensor],
+) -> Tensor:
     images, channels, height, width = _tile_sizes(x, tiles, cut=innermost)
     down, across = tiles
     if innermost:
-        return empty_images(x, (images * down * across, channels, height, width), IMAGES_INNERMOST)
-    return empty_images(x, (images, channels, down * height, across * width), CONTIGUOUS)
+        size = (images * down * across, channels, height, width)
+        return empty_images(empty, size, IMAGES_INNERMOST)
+    return empty_images(empty, (images, channels, down * height, across * width), CONTIGUOUS)
 
 
 def _dense_lay_out_images(x: Tensor, innermost: bool, tiles: Sequence[int] = NOT_CUT) -> Tensor:

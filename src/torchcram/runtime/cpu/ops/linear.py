@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.activation_memory import empty_activations
 from torchcram.runtime.cpu.ops.common import (
     expand_residual,
-    on_huge_pages,
     pointer,
     register,
     require_floats,
@@ -64,7 +64,7 @@ def run_on_tokens(
     _require_tokens(x)
     x = x.contiguous()
     inner = x.shape[-1]
-    y = on_huge_pages(x.new_empty((*x.shape[:-1], features)))
+    y = empty_activations((*x.shape[:-1], features))
     residual = None if residual is None else expand_residual(y, residual).contiguous()
     tokens = math.prod(x.shape[:-1])
     computed = rows == features and run(

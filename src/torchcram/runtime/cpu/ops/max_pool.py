@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu.ops.common import on_huge_pages, register, require_floats
+from torchcram.runtime.cpu.activation_memory import empty_activations
+from torchcram.runtime.cpu.ops.common import register, require_floats
 from torchcram.runtime.cpu.packing import Geometry
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def _max_pool2d(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
     size = _output_size(x, kernel, stride, padding)
-    x, y = x.contiguous(), on_huge_pages(x.new_empty(size))
+    x, y = x.contiguous(), empty_activations(size)
     sizes = (*x.shape[2:], *kernel, *stride, *padding, *size[2:])
     computed = kernels().torchcram_max_pool(
         *(x.data_ptr(), size[0] * size[1], (ctypes.c_int64 * len(sizes))(*sizes), y.data_ptr()),
