@@ -19,7 +19,7 @@ LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or _BUILT)
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _MATRIX = (_POINTER, _LONG)  # packed matrix and its bytes
-_INTERFACE = 8  # torchcram_interface in api.cpp
+_INTERFACE = 9  # torchcram_interface in api.cpp
 _FUNCTIONS = {
     "interface": (_INT, []),
     "level": (ctypes.c_char_p, []),
@@ -50,6 +50,7 @@ _FUNCTIONS = {
         _INT,
         [*[_POINTER] * 2, _LONG, *_MATRIX, _INT, *[_POINTER] * 2, _INT, _POINTER, _INT],
     ),
+    "chain": (_INT, [_POINTER, _LONG, _POINTER, _LONG, _INT]),
     "pad": (_INT, [_POINTER, *[_LONG] * 8, _POINTER, _INT]),
     "max_pool": (_INT, [_POINTER, _LONG, _POINTER, _POINTER, _INT]),
     "use_huge_pages": (_INT, [_POINTER, _LONG]),
@@ -69,7 +70,7 @@ LEVELS = ("portable", "neon", "neon_dotprod") if _ARM else ("portable", "avx2", 
 
 
 _ALLOCATE = (
-    *("pack_linear", "pack_images", "pad", "convolution"),
+    *("pack_linear", "pack_images", "pad", "convolution", "chain"),
     *("linear", "linear_int8", "feed_forward", "attention", "max_pool"),
     *("reverse_dimensions", "cut_tiles", "join_tiles"),
     *("norm_rows", "gate_values", "row_product", "decoder_step"),

@@ -51,10 +51,10 @@ class BatchSplitter(nn.Module):
 
     def images_side_by_side(self, x: Tensor) -> int:
         """Returns how many images the threads take side by side; the others come after them."""
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return 0
         threads = torch.get_num_threads()
         if not self.side_by_side or threads == 1 or not has_openmp():
-            return 0
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             return 0
         if torch.is_grad_enabled() and x.requires_grad:
             return 0

@@ -52,6 +52,32 @@ def node_activation(modules: dict[str, nn.Module], node: fx.Node | None) -> str 
     return None
 
 
+def shape_of(node: object) -> tuple[int, ...]:
+    """Returns the shape that was noted for a result (`torch.fx.passes.shape_prop`), or nothing."""
+    meta = node.meta if isinstance(node, fx.Node) else {}
+    return tuple(getattr(meta.get("tensor_meta"), "shape", ()))
+
+
+def sections(model: fx.GraphModule) -> list[list[fx.Node]]:
+    """Returns the nodes between the results that all further ones depend on."""
+    nodes = list(model.graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    last_use = {node: max(map(position.__getitem__, node.users), default=-1) for node in nodes}
+    split: list[list[fx.Node]] = [[]]
+    needed = -1  # position up to which a result before the current node is needed
+    for index, node in enumerate(nodes):
+        split[-1].append(node)
+        alone = needed <= index  # nothing else is needed after this node
+        needed = max(needed, last_use[node])
+        if (
+            alone
+            and node.op not in ("placeholder", "output", "get_attr")
+            and last_use[node] > index
+        ):
+            split.append([])
+    return split
+
+
 def refresh_(model: fx.GraphModule) -> None:
     """Checks a changed graph and generates its code."""
     model.graph.lint()

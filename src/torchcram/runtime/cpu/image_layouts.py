@@ -13,7 +13,14 @@ import torch
 from torch import fx, nn
 
 from torchcram.runtime.cpu import replace_layers
-from torchcram.runtime.cpu.graph_nodes import ADD, is_call, module_of, node_activation, refresh_
+from torchcram.runtime.cpu.graph_nodes import (
+    ADD,
+    is_call,
+    module_of,
+    node_activation,
+    refresh_,
+    shape_of,
+)
 from torchcram.runtime.cpu.modules import SparseConv2d
 from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import NOT_CUT
@@ -65,25 +72,21 @@ def choose_by_images(
 
 def _copy_ms_of_value(model: fx.GraphModule, tiles: Tiles = NOT_CUT) -> float:
     """Returns the milliseconds that a copy to the other layout takes for each value of a batch."""
-    images = [node for node in model.graph.nodes if len(_shape(node)) == 4]
+    images = [node for node in model.graph.nodes if len(shape_of(node)) == 4]
     images = [node for node in images if _can_be_cut(node, tiles)]
     largest = max(images, key=_values)
-    x = torch.randn(_shape(largest))
+    x = torch.randn(shape_of(largest))
     with torch.no_grad():
         times = replace_layers.time_in_turns({"copy": partial(images_innermost, x, tiles)})
     return times["copy"] / max(x.numel(), 1)
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(getattr(node.meta.get("tensor_meta"), "shape", ()))
-
-
 def _can_be_cut(node: fx.Node, tiles: Tiles) -> bool:
-    return not any(size % count for size, count in zip(_shape(node)[2:], tiles, strict=True))
+    return not any(size % count for size, count in zip(shape_of(node)[2:], tiles, strict=True))
 
 
 def _values(node: fx.Node) -> int:
-    return math.prod(_shape(node))
+    return math.prod(shape_of(node))
 
 
 def lay_images_innermost_(model: fx.GraphModule, tiles: Tiles = NOT_CUT) -> None:
@@ -136,7 +139,7 @@ def _copies(
             sources
             and inner.issuperset(sources)
             and _keeps_layout(modules, node)
-            and (tiles == NOT_CUT or len(set(map(_shape, sources))) == 1)
+            and (tiles == NOT_CUT or len(set(map(shape_of, sources))) == 1)
         ):
             inner.add(node)
     for node in model.graph.nodes:
@@ -153,7 +156,7 @@ def _is_in_layout(node: fx.Node, source: fx.Node) -> bool:
 
     A residual of another shape is expanded by the layer itself.
     """
-    return source is node.args[0] or _shape(source) == _shape(node)
+    return source is node.args[0] or shape_of(source) == shape_of(node)
 
 
 def _other_layout(

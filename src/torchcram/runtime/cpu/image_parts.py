@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
+from torchcram.runtime.cpu.graph_nodes import sections
 from torchcram.runtime.cpu.packing import NOT_CUT, PANEL_IMAGES
 from torchcram.runtime.cpu.replace_layers import Tiles, geometry_of, sparsity_of, unsupported_reason
 
@@ -50,7 +51,7 @@ def split_into_parts(model: fx.GraphModule, shapes: Mapping[str, tuple[int, ...]
     """
     modules = dict(model.named_modules())
     parts: list[tuple[list[fx.Node], int]] = []
-    for nodes in _chain(model):
+    for nodes in sections(model):
         layers = [
             (layer, shapes[str(node.target)])
             for node in nodes
@@ -64,26 +65,6 @@ def split_into_parts(model: fx.GraphModule, shapes: Mapping[str, tuple[int, ...]
         else:
             parts.append((nodes, images))
     return [Part(_part_of(model, nodes), images) for nodes, images in parts]
-
-
-def _chain(model: fx.GraphModule) -> list[list[fx.Node]]:
-    """Returns the nodes between the results that all further ones depend on."""
-    nodes = list(model.graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    last_use = {node: max(map(position.__getitem__, node.users), default=-1) for node in nodes}
-    chain: list[list[fx.Node]] = [[]]
-    needed = -1  # position up to which a result before the current node is needed
-    for index, node in enumerate(nodes):
-        chain[-1].append(node)
-        alone = needed <= index  # nothing else is needed after this node
-        needed = max(needed, last_use[node])
-        if (
-            alone
-            and node.op not in ("placeholder", "output", "get_attr")
-            and last_use[node] > index
-        ):
-            chain.append([])
-    return chain
 
 
 def _images_at_a_time(layers: Iterable[tuple[nn.Conv2d, tuple[int, ...]]]) -> int:

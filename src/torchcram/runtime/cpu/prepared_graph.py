@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx.passes.shape_prop import ShapeProp
 
+from torchcram.runtime.cpu.chains import chain_convolutions_
 from torchcram.runtime.cpu.fuse import fuse_epilogues_, replace_max_pools_
 from torchcram.runtime.cpu.image_layouts import choose_by_images, lay_images_innermost_
 from torchcram.runtime.cpu.packing import NOT_CUT
@@ -53,6 +54,8 @@ def prepared_graph_(
             fuse_epilogues_(graph)
             replace_max_pools_(graph)
             lay_images_innermost_(graph, tiles)
+            _annotate_shapes_(graph, example)
+            chain_convolutions_(graph)
     except Exception:  # noqa: BLE001  the model is then prepared without a graph
         return None
     return with_report(graph.eval(), choices)

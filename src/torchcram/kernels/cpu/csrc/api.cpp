@@ -62,7 +62,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 8; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 9; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -261,37 +261,92 @@ TORCHCRAM_EXPORT int torchcram_feed_forward(const float* x, int64_t tokens, int6
   return run_tasks(kernels->linear, &job, (tokens + kPanel - 1) / kPanel, threads);
 }
 
+// A convolution by panels of images: a job, and what it points to.
+struct ImageLayer {
+  const Packed packed;
+  Strip strip;
+  Neighbours neighbours;
+  Job job;
+
+  explicit ImageLayer(const void* memory) : packed(memory) {}
+
+  // Returns false if the packed matrix has another shape.
+  bool lay_out(const Convolution& c) {
+    if (!neighbours.lay_out(c) || !strip.lay_out(c) || !fits_images(packed, c, strip)) return false;
+    job.packed = &packed, job.shape = &c, job.strip = &strip, job.neighbours = &neighbours;
+    return true;
+  }
+
+  // Computes some rows of outputs.
+  void run(int64_t first, int64_t end, int threads) {
+    const Convolution& c = *job.shape;
+    // Rows of outputs that one task computes share their pixels; several tasks a thread even out.
+    const int64_t strips = (c.batch + kImages - 1) / kImages * ((c.out_w + 3) / 4);
+    if (strips < 1) return;  // an empty batch
+    const int64_t bands = threads > 1 ? (4 * threads + strips - 1) / strips : 1;
+    job.first_row = first, job.end_row = end;
+    job.band = (end - first + bands - 1) / bands;
+    const int64_t tasks = strips * ((end - first + job.band - 1) / job.band);
+    job.splits = count_splits(tasks, threads, packed);
+    parallel(kernels->images, &job, tasks * job.splits, threads);
+  }
+};
+
+static bool holds(const void* memory, int64_t bytes, const Convolution& c, int64_t rows) {
+  if (!valid_tables(memory, bytes)) return false;
+  const Header& h = *Packed(memory).header;
+  return h.rows == rows && h.inner == c.channels * c.kernel_h * c.kernel_w;
+}
+
 TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* shape, int64_t rows,
                                            const void* memory, int64_t bytes, int by_images,
                                            const float* bias, const float* residual, int activation,
                                            float* y, int threads) {
-  if (!valid_tables(memory, bytes)) return 0;
-  const Packed packed(memory);
-  const Header& h = *packed.header;
   const Convolution& c = *shape;
-  if (h.rows != rows) return 0;
-  if (h.inner != c.channels * c.kernel_h * c.kernel_w) return 0;
-  Strip strip;
-  Neighbours neighbours;
-  if (!neighbours.lay_out(c) || (!by_images && c.down * c.across > 1)) return 0;
-  if (by_images ? !strip.lay_out(c) || !fits_images(packed, c, strip)
-                : !fits(packed, 1, kPanelBytes))
-    return 0;
-  Job job = make_job(packed, x, bias, residual, activation, y);
-  job.shape = shape, job.strip = &strip, job.neighbours = &neighbours;
-  if (!by_images) {
-    const int64_t tasks = c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
-    job.splits = count_splits(tasks, threads, packed);
-    return run_tasks(kernels->pixels, &job, tasks * job.splits, threads);
+  if (!holds(memory, bytes, c, rows)) return 0;
+  if (by_images) {
+    ImageLayer layer(memory);
+    layer.job = make_job(layer.packed, x, bias, residual, activation, y);
+    if (!layer.lay_out(c)) return 0;
+    layer.job.input_rows = c.height;
+    layer.job.residual_rows = layer.job.output_rows = c.out_h;
+    return without_exceptions([&] {
+      layer.run(0, c.out_h, threads);
+      return 1;
+    });
   }
-  // Rows of outputs that one task computes share their pixels; several tasks a thread even out.
-  const int64_t strips = (c.batch + 15) / 16 * ((c.out_w + 3) / 4);
-  if (strips < 1) return 1;  // an empty batch
-  const int64_t bands = threads > 1 ? (4 * threads + strips - 1) / strips : 1;
-  job.band = (c.out_h + bands - 1) / bands;
-  const int64_t tasks = strips * ((c.out_h + job.band - 1) / job.band);
+  const Packed packed(memory);
+  if (c.down * c.across > 1 || !fits(packed, 1, kPanelBytes)) return 0;
+  Job job = make_job(packed, x, bias, residual, activation, y);
+  job.shape = shape;
+  const int64_t tasks = c.batch * ((c.out_h * c.out_w + kPanel - 1) / kPanel);
   job.splits = count_splits(tasks, threads, packed);
-  return run_tasks(kernels->images, &job, tasks * job.splits, threads);
+  return run_tasks(kernels->pixels, &job, tasks * job.splits, threads);
+}
+
+// Runs a chain of convolutions by panels of images, some rows of outputs of one layer after
+// another. The caller orders the steps so that the rows that a step reads are in memory.
+TORCHCRAM_EXPORT int torchcram_chain(const ChainLayer* layers, int64_t count,
+                                     const ChainStep* steps, int64_t step_count, int threads) {
+  for (int64_t i = 0; i < count; ++i)
+    if (!holds(layers[i].packed, layers[i].bytes, *layers[i].shape, layers[i].rows)) return 0;
+  return without_exceptions([&] {
+    std::vector<ImageLayer> ready;
+    ready.reserve(count);  // jobs point into it
+    for (int64_t i = 0; i < count; ++i) {
+      const ChainLayer& layer = layers[i];
+      ready.emplace_back(layer.packed);
+      Job& job = ready[i].job;
+      job = make_job(ready[i].packed, layer.input, layer.bias, layer.residual,
+                     int(layer.activation), layer.output);
+      if (!ready[i].lay_out(*layer.shape)) return 0;
+      job.input_rows = layer.input_rows, job.residual_rows = layer.residual_rows;
+      job.output_rows = layer.output_rows;
+    }
+    for (const ChainStep* step = steps; step < steps + step_count; ++step)
+      ready[step->layer].run(step->first, step->end, threads);
+    return 1;
+  });
 }
 
 namespace {

@@ -160,7 +160,8 @@ void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int
       for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
       continue;
     }
-    const int64_t pixel = (y - below * c.height) * c.width + x - right * c.width;
+    const int64_t in_memory = (y - below * c.height) % job.input_rows;
+    const int64_t pixel = in_memory * c.width + x - right * c.width;
     const float* from = job.input + (pixel * c.channels + first) * c.batch + image;
     if (outside) {
       const int32_t* neighbour = job.neighbours->neighbour[1 + below][1 + right];
@@ -187,10 +188,12 @@ void store_images(const Job& job, const RowRange& rows, int64_t sums_panel, int6
     for (int64_t group = rows.first; group < rows.last; ++group) {
       const float* sums = rows.of(group, sums_panel) + pixel * kImages;
       const int64_t feature = packed.first_row(group), count = packed.group_rows(group);
-      const int64_t pixel_index = (row * c.out_w + column + pixel) * packed.header->rows + feature;
-      const int64_t at = pixel_index * c.batch + image;
-      const float* residual = job.residual ? job.residual + at : nullptr;
-      float* to = job.output + at;
+      const auto at = [&](int64_t rows_in_memory) {
+        const int64_t index = row % rows_in_memory * c.out_w + column + pixel;
+        return (index * packed.header->rows + feature) * c.batch + image;
+      };
+      const float* residual = job.residual ? job.residual + at(job.residual_rows) : nullptr;
+      float* to = job.output + at(job.output_rows);
       for (int64_t r = 0; r < count; ++r, sums += kPanel, to += c.batch) {
         if (Full) {
           for (int i = 0; i < kImages; i += kLanes)
@@ -317,7 +320,7 @@ void images(const void* data, int64_t task) {
   const int64_t sets = (c.batch + kImages - 1) / kImages, strips = (c.out_w + 3) / 4;
   const int64_t at = task / job.splits;
   const int64_t image = at % sets * kImages, column = at / sets % strips * 4;
-  const int64_t first = at / sets / strips * job.band;
+  const int64_t first = job.first_row + at / sets / strips * job.band;
   const auto at_most = [](int64_t count, int64_t most) { return count < most ? count : most; };
   float* panel = scratch(1, kPanelFloats);
   const int64_t images_here = at_most(c.batch - image, kImages);
@@ -327,7 +330,7 @@ void images(const void* data, int64_t task) {
              c,
              rows,
              first,
-             at_most(first + job.band, c.out_h),
+             at_most(first + job.band, job.end_row),
              column,
              at_most(c.out_w - column, 4),
              image,

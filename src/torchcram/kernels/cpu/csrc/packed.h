@@ -125,11 +125,35 @@ struct Job {
   const Strip* strip = nullptr;
   const Neighbours* neighbours = nullptr;
   int64_t band = 0;  // rows of outputs of a task
+  // For panels of images: the rows of outputs to compute, and how many rows of the input, the
+  // residual and the output are in memory at a time. Row y lies where y modulo their number is.
+  int64_t first_row = 0, end_row = 0;
+  int64_t input_rows = 0, residual_rows = 0, output_rows = 0;
   // For 8 bits: features of a token, and the initial sum and the scale of each row. The initial sum
   // makes up for a zero point of 128; kernels with signed activations do not read it.
   int64_t inner = 0;
   const int32_t *start = nullptr, *then_start = nullptr;
   const float *scales = nullptr, *then_scales = nullptr;
+};
+
+// A convolution by panels of images in a chain. Inputs, residuals and outputs may be rings of rows.
+struct ChainLayer {
+  const Convolution* shape;
+  const void* packed;
+  int64_t bytes, rows;
+  const float* bias;
+  int64_t activation;
+  const float* input;
+  int64_t input_rows;
+  const float* residual;  // may be null
+  int64_t residual_rows;
+  float* output;
+  int64_t output_rows;
+};
+
+// Rows of outputs, from `first` up to, not including, `end`, that a layer of a chain computes.
+struct ChainStep {
+  int64_t layer, first, end;
 };
 
 // A Linear layer in 8 bits: the packed matrix with its bytes and rows, and the initial sum, the

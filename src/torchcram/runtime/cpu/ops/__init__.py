@@ -8,6 +8,8 @@ They are registered in `torch.ops.torchcram` when this package is imported. The 
     linear_int8.py  sparse_linear_int8        a Linear layer in 8 bits
                     sparse_feed_forward_int8  two of them with an activation between them
     conv2d.py       sparse_conv2d             a convolution
+    convolution_chain.py
+                    convolution_chain         convolutions, some rows of each in turn
     image_layout.py lay_out_images            images as the innermost dimension in memory, and back
     max_pool.py     max_pool2d                max pooling of contiguous images
     attention.py    attention                 self-attention without a mask
@@ -25,6 +27,7 @@ the dense implementation unpacks the weight and computes with torch.
 from torchcram.runtime.cpu.ops import (
     attention,
     conv2d,
+    convolution_chain,
     image_layout,
     linear,
     linear_int8,
@@ -32,4 +35,13 @@ from torchcram.runtime.cpu.ops import (
     rows,
 )
 
-__all__ = ["attention", "conv2d", "image_layout", "linear", "linear_int8", "max_pool", "rows"]
+__all__ = [
+    "attention",
+    "conv2d",
+    "convolution_chain",
+    "image_layout",
+    "linear",
+    "linear_int8",
+    "max_pool",
+    "rows",
+]

@@ -1,0 +1,144 @@
+"""A chain of convolutions by panels of images, computed a few rows at a time.
+
+The activations of 16 large images do not stay in the caches. So that a layer finds the outputs of
+the layer before it there, the chain does not compute one layer after another, but some rows of each
+in turn. Rows that no layer needs any more are overwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchcram.kernels.cpu.library import kernels
+from torchcram.runtime.cpu.activation_memory import empty_activations
+from torchcram.runtime.cpu.chain_plan import NO_RESIDUAL, ChainLayer, chain_layers, plan_chain
+from torchcram.runtime.cpu.memory_format import (
+    IMAGES_INNERMOST,
+    empty_images,
+    output_dim_order,
+)
+from torchcram.runtime.cpu.ops.common import (
+    pointer,
+    register,
+    require_floats,
+    require_rows,
+)
+from torchcram.runtime.cpu.packing import check_packed, convolution_struct, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FLOAT_BYTES = 4
+
+
+def ring_floats(layers: tuple[ChainLayer, ...], size: tuple[int, int], rows: int) -> list[int]:
+    """Returns the numbers of values of one image that each layer but the last keeps in memory."""
+    _, sizes, rings = plan_chain(layers, size, rows)
+    return [
+        layer.features * ring * columns
+        for layer, ring, (_, columns) in zip(layers[:-1], rings[1:], sizes[1:], strict=False)
+    ]
+
+
+def _convolution_chain(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    numbers: list[int],
+    rows: int,
+) -> Tensor:
+    layers = _checked(x, packed, biases, numbers, rows)
+    dim_order = output_dim_order(x, by_images=True, channels_last=False)
+    if dim_order != IMAGES_INNERMOST or not len(x):
+        return _layer_by_layer(x, packed, biases, numbers, rows)
+    batch, channels = x.shape[:2]
+    steps, sizes, rings = plan_chain(layers, (x.shape[2], x.shape[3]), rows)
+    y = empty_images(empty_activations, (batch, layers[-1].features, *sizes[-1]), IMAGES_INNERMOST)
+    floats = [batch * count for count in ring_floats(layers, sizes[0], rows)]
+    memory = empty_activations((sum(floats),))
+    ends = [sum(floats[:i]) * _FLOAT_BYTES for i in range(len(floats))]
+    values = [x.data_ptr(), *(memory.data_ptr() + end for end in ends), y.data_ptr()]
+    features = [channels, *(layer.features for layer in layers)]
+    shapes = [
+        convolution_struct(
+            *(layer.geometry, batch, features[layer.source]),
+            *(sizes[layer.source], sizes[layer.source]),
+        )
+        for layer in layers
+    ]
+    described: list[int] = []  # the fields of ChainLayer in packed.h
+    for number, layer in enumerate(layers):
+        source, residual = layer.source, layer.residual
+        described += [
+            *(ctypes.addressof(shapes[number]), packed[number].data_ptr(), packed[number].numel()),
+            *(layer.features, pointer(biases[number]) or 0, int(layer.relu)),
+            *(values[source], rings[source]),
+            *((0, 1) if residual == NO_RESIDUAL else (values[residual], rings[residual])),
+            *(values[number + 1], rings[number + 1]),
+        ]
+    order = [number for step in steps for number in step]
+    computed = kernels().torchcram_chain(
+        *((ctypes.c_int64 * len(described))(*described), len(layers)),
+        *((ctypes.c_int64 * len(order))(*order), len(steps)),
+        torch.get_num_threads(),
+    )
+    if not computed:
+        for matrix in packed:
+            check_packed(matrix)  # raises if it was overwritten without torch noticing
+        raise ValueError(f"the packed matrices do not hold {layers} from {channels} channels")
+    return y
+
+
+def _checked(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    numbers: list[int],
+    rows: int,
+) -> tuple[ChainLayer, ...]:
+    require_floats(x)
+    layers = chain_layers(numbers)
+    if not len(layers) == len(packed) == len(biases) or rows < 1 or x.dim() != 4:
+        raise ValueError(
+            f"a chain of {len(layers)} layers got {len(packed)} matrices, {len(biases)} biases, "
+            f"inputs of shape {tuple(x.shape)} and {rows} rows at a time"
+        )
+    channels = [x.shape[1], *(layer.features for layer in layers)]
+    for number, layer in enumerate(layers):
+        if rows_of(packed[number]) != layer.features:
+            raise ValueError(f"matrix {number} of a chain does not have {layer.features} rows")
+        if layer.residual != NO_RESIDUAL and channels[layer.residual] != layer.features:
+            raise ValueError(
+                f"the residual of layer {number} has {channels[layer.residual]} channels"
+            )
+        require_rows("bias", biases[number], layer.features)
+    return layers
+
+
+def _layer_by_layer(
+    x: Tensor, packed: Sequence[Tensor], biases: Sequence[Tensor | None], numbers: list[int], _: int
+) -> Tensor:
+    """Runs one layer after another, with all their rows."""
+    values = [x]
+    for layer, matrix, bias in zip(chain_layers(numbers), packed, biases, strict=True):
+        residual = None if layer.residual == NO_RESIDUAL else values[layer.residual]
+        values.append(
+            torch.ops.torchcram.sparse_conv2d(
+                *(values[layer.source], matrix, bias, residual, layer.features),
+                *(layer.numbers()[4:], True, layer.relu),
+            )
+        )
+    return values[-1]
+
+
+register(
+    "convolution_chain(Tensor x, Tensor[] packed, Tensor?[] biases, int[] layers, int rows) "
+    "-> Tensor",
+    _convolution_chain,
+    fake=_layer_by_layer,
+    dense=_layer_by_layer,
+)
