@@ -10,6 +10,7 @@ from sparse_cases import sparse_weight
 
 from torchcram.kernels.cpu import library
 from torchcram.runtime import build, prepare_generation
+from torchcram.runtime.cpu.chain_plan import NO_RESIDUAL, ChainLayer
 from torchcram.runtime.cpu.modules import (
     SparseConv2d,
     SparseFeedForward,
@@ -17,6 +18,7 @@ from torchcram.runtime.cpu.modules import (
     SparseLinear,
     SparseLinearInt8,
 )
+from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import PAIRS, QUAD_ROWS, Geometry, pack_images, pack_linear
 from torchcram.runtime.cpu.row_matrix import RowLinear
 
@@ -102,6 +104,14 @@ def convolution(*, by_images):
     return lambda: layer(x)
 
 
+def chain():
+    layers = [ChainLayer(0, NO_RESIDUAL, 4, True, PADDED), ChainLayer(1, 0, 4, True, PADDED)]
+    modules = [SparseConv2d(sparse_weight(4, 4, 3, 3), None, PADDED, by_images=True) for _ in "ab"]
+    numbers = [number for layer in layers for number in layer.numbers()]
+    x, packed = images_innermost(torch.randn(16, 4, 9, 9)), [each.packed for each in modules]
+    return lambda: torch.ops.torchcram.convolution_chain(x, packed, [None, None], numbers, 2)
+
+
 def attention():
     x = torch.randn(2, 30, 32)
     return lambda: torch.ops.torchcram.attention(x, x, x, 2, 0.2)
@@ -157,6 +167,7 @@ CALLS = {
     "feed-forward": feed_forward,
     "pixels": lambda: convolution(by_images=False),
     "images": lambda: convolution(by_images=True),
+    "chain": chain,
     "attention": attention,
     "max-pool": max_pool,
     "linear-int8": linear_int8,

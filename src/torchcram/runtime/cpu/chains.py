@@ -19,7 +19,8 @@ from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import NOT_CUT
 
 _ROWS = (1, 2, 4)  # of outputs at a time
-_CACHE_BYTES = 2**24  # rows of all layers but the last that are in memory at a time
+_USUAL_ROWS = 2  # mostly the fastest number, for which the chains are cut
+_CACHE_BYTES = 9 * 2**20  # rows of all layers but the last that are in memory at a time
 _MARGIN = 1.03  # times as long as its layers that a chain may take
 _FLOAT_BYTES = 4
 
@@ -119,7 +120,7 @@ def _possible_chains(model: fx.GraphModule) -> Iterator[_Chain]:
         possible = len(convolutions) == len(section)
         if chain is not None and possible:
             longer = _Chain(chain.convolutions + convolutions)
-            if longer.bytes_in_memory(_ROWS[0]) <= _CACHE_BYTES:
+            if longer.bytes_in_memory(_USUAL_ROWS) <= _CACHE_BYTES:
                 chain = longer
                 continue
         if chain is not None:

@@ -1,7 +1,9 @@
 // The C interface of the library, called through ctypes.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <initializer_list>
+#include <thread>
 #include <vector>
 
 #include "packed.h"
@@ -277,18 +279,19 @@ struct ImageLayer {
     return true;
   }
 
-  // Computes some rows of outputs.
-  void run(int64_t first, int64_t end, int threads) {
+  // Sets the rows of outputs to compute, and returns the number of tasks.
+  int64_t cut(Job& part, int64_t first, int64_t end, int threads) const {
     const Convolution& c = *job.shape;
+    part = job;
     // Rows of outputs that one task computes share their pixels; several tasks a thread even out.
     const int64_t strips = (c.batch + kImages - 1) / kImages * ((c.out_w + 3) / 4);
-    if (strips < 1) return;  // an empty batch
+    if (strips < 1) return 0;  // an empty batch
     const int64_t bands = threads > 1 ? (4 * threads + strips - 1) / strips : 1;
-    job.first_row = first, job.end_row = end;
-    job.band = (end - first + bands - 1) / bands;
-    const int64_t tasks = strips * ((end - first + job.band - 1) / job.band);
-    job.splits = count_splits(tasks, threads, packed);
-    parallel(kernels->images, &job, tasks * job.splits, threads);
+    part.first_row = first, part.end_row = end;
+    part.band = (end - first + bands - 1) / bands;
+    const int64_t tasks = strips * ((end - first + part.band - 1) / part.band);
+    part.splits = count_splits(tasks, threads, packed);
+    return tasks * part.splits;
   }
 };
 
@@ -310,10 +313,9 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
     if (!layer.lay_out(c)) return 0;
     layer.job.input_rows = c.height;
     layer.job.residual_rows = layer.job.output_rows = c.out_h;
-    return without_exceptions([&] {
-      layer.run(0, c.out_h, threads);
-      return 1;
-    });
+    Job job;
+    const int64_t tasks = layer.cut(job, 0, c.out_h, threads);
+    return run_tasks(kernels->images, &job, tasks, threads);
   }
   const Packed packed(memory);
   if (c.down * c.across > 1 || !fits(packed, 1, kPanelBytes)) return 0;
@@ -323,6 +325,82 @@ TORCHCRAM_EXPORT int torchcram_convolution(const float* x, const Convolution* sh
   job.splits = count_splits(tasks, threads, packed);
   return run_tasks(kernels->pixels, &job, tasks * job.splits, threads);
 }
+
+// Leaves the execution units to the other thread of a core while this one waits.
+static inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A chain of convolutions while it runs. Threads meet after each step, within one parallel region:
+// the steps are so short that starting one for each of them would take too long.
+class ChainRun {
+ public:
+  ChainRun(const std::vector<ImageLayer>& layers, const ChainStep* steps, int64_t count,
+           int threads)
+      : threads_(threads), steps_(count), next_(count * threads), left_(count) {
+    for (int64_t i = 0; i < count; ++i) {
+      Step& step = steps_[i];
+      step.tasks = layers[steps[i].layer].cut(step.job, steps[i].first, steps[i].end, threads);
+      left_[i] = step.tasks;
+      for (int64_t part = 0; part < threads; ++part)
+        next_[i * threads + part] = step.tasks * part / threads;
+    }
+  }
+
+  // A task is what one thread does in all steps.
+  static void run(const void* data, int64_t thread) {
+    ChainRun& chain = *const_cast<ChainRun*>(static_cast<const ChainRun*>(data));
+    try {
+      for (size_t step = 0; step < chain.steps_.size() && chain.wait_before(step); ++step)
+        chain.run_step(step, thread);
+    } catch (...) {
+      chain.failed_ = true;  // the other threads do not wait for this one
+      throw;
+    }
+  }
+
+ private:
+  struct Step {
+    Job job;
+    int64_t tasks;
+  };
+
+  // Each thread begins with its own part of the tasks, which is the same part of the image in all
+  // steps, and then helps the others. So all tasks are done however many threads there are.
+  void run_step(size_t step, int64_t thread) {
+    const int64_t tasks = steps_[step].tasks;
+    for (int64_t i = 0; i < threads_; ++i) {
+      const int64_t part = (thread + i) % threads_, end = tasks * (part + 1) / threads_;
+      std::atomic<int64_t>& next = next_[step * threads_ + part];
+      for (int64_t task; (task = next.fetch_add(1)) < end;) {
+        kernels->images(&steps_[step].job, task);
+        left_[step].fetch_sub(1, std::memory_order_release);
+      }
+    }
+  }
+
+  // Waits for all tasks of the step before; false if one of them failed.
+  bool wait_before(size_t step) const {
+    for (int spins = 0; step > 0 && left_[step - 1].load(std::memory_order_acquire) > 0; ++spins) {
+      if (failed_) return false;
+      if (spins > kSpins)
+        std::this_thread::yield();
+      else
+        relax();
+    }
+    return true;
+  }
+
+  static constexpr int kSpins = 4096;
+  const int64_t threads_;
+  std::vector<Step> steps_;
+  std::vector<std::atomic<int64_t>> next_, left_;  // the next task of each part, and tasks to do
+  std::atomic<bool> failed_{false};
+};
 
 // Runs a chain of convolutions by panels of images, some rows of outputs of one layer after
 // another. The caller orders the steps so that the rows that a step reads are in memory.
@@ -343,8 +421,9 @@ TORCHCRAM_EXPORT int torchcram_chain(const ChainLayer* layers, int64_t count,
       job.input_rows = layer.input_rows, job.residual_rows = layer.residual_rows;
       job.output_rows = layer.output_rows;
     }
-    for (const ChainStep* step = steps; step < steps + step_count; ++step)
-      ready[step->layer].run(step->first, step->end, threads);
+    threads = std::max(threads, 1);
+    ChainRun run(ready, steps, step_count, threads);
+    parallel(ChainRun::run, &run, threads, threads);
     return 1;
   });
 }
