@@ -152,6 +152,24 @@ def test_a_dense_layer_is_not_measured():
     assert choice.reason == "fewer than 30% zeros"
 
 
+def test_a_call_that_is_far_slower_takes_part_in_the_first_rounds_only(monkeypatch):
+    clock, calls = [0.0], []
+
+    def lasts(name, seconds):
+        def call():
+            calls.append(name)
+            clock[0] += seconds
+
+        return call
+
+    monkeypatch.setattr(replace_layers.time, "perf_counter", lambda: clock[0])
+    seconds = {"far slower": 1.51, "fast": 1.0, "slower": 1.49}
+    times = replace_layers.time_in_turns({name: lasts(name, s) for name, s in seconds.items()})
+    assert times == pytest.approx({name: 1000 * s for name, s in seconds.items()})
+    rounds = {name: calls.count(name) for name in seconds}
+    assert rounds == {"far slower": 3, "fast": 6, "slower": 6}  # the first one is not timed
+
+
 @needs_kernels
 def test_all_ways_to_run_a_layer_are_measured():
     layer = sparse_model(nn.Sequential(nn.Linear(16, 16)))[0]

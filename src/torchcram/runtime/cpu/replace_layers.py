@@ -53,6 +53,8 @@ _LEAST = 0.3  # sparsity below which a layer cannot become faster and is not tim
 _MARGIN = 1.05  # speedup that a layer must reach by itself, to be faster in the model, too
 _ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer or a model
 _LEAST_ROUNDS = 5  # however long they take: with fewer, other load on the machine often decides
+_FIRST_ROUNDS = 2  # in which a call takes part however slow it is
+_HOPELESS = 1.5  # times the least time beyond which a call takes part in no further round
 _MANY_IMAGES = 9  # images, or tiles, in a batch from which panels of images are tried
 
 
@@ -366,10 +368,16 @@ def fastest(work: dict[str, Callable[[], object]]) -> str:
 
 
 def time_in_turns(work: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Returns the least time of each call in milliseconds; the calls take turns."""
+    """Returns the least time of each call in milliseconds; the calls take turns.
+
+    Calls that are far slower than another one take part in the first rounds only.
+    """
     best = dict.fromkeys(work, float("inf"))
     end = None
     for turn in range(_ROUNDS + 1):
+        if turn > _FIRST_ROUNDS:
+            limit = _HOPELESS * min(best.values())
+            work = {key: call for key, call in work.items() if best[key] <= limit}
         for key, call in work.items():
             start = time.perf_counter()
             call()
