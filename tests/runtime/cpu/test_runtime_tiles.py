@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_convolutions_of_tiles_are_those_of_images(tiles, sides, tile, images, r
     assert relative_error(join_tiles(y, tiles), expected) < 2e-6
     dense = layer(cut.clone().requires_grad_(), images_innermost(residual, tiles))
     assert relative_error(dense.detach(), y) < 2e-6
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.usefixtures("each_level")
+def test_narrow_tiles_read_nothing_beyond_the_next_tile(width, kernel):
+    # `make sanitize` notices reads beyond the images.
+    weight, geometry = sparse_weight(5, 3, kernel, kernel), Geometry((kernel, kernel))
+    geometry = replace(geometry, padding=(kernel // 2, kernel // 2))
+    layer = SparseConv2d(weight, None, geometry, by_images=True, tiles=(1, 16))
+    x = torch.randn(1, 3, 2, 16 * width)
+    y = lay_out(layer(images_innermost(x, (1, 16))), False, (1, 16))
+    expected = functional.conv2d(x, weight, padding=kernel // 2)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

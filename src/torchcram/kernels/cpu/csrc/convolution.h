@@ -156,7 +156,9 @@ void load_images(const Job& job, int64_t first, int64_t channels, int64_t y, int
     float* to = panel;
     const int below = y < 0 ? -1 : y >= c.height, right = x < 0 ? -1 : x >= c.width;
     const bool outside = below || right;
-    if (outside && !job.neighbours->any[1 + below][1 + right]) {
+    // Beyond the next tile there are only pixels of missing outputs, those beside a narrow tile.
+    const bool beyond = x < -c.width || x >= 2 * c.width || y < -c.height || y >= 2 * c.height;
+    if (outside && (beyond || !job.neighbours->any[1 + below][1 + right])) {
       for (int64_t i = 0; i < channels; ++i, to += step) memset(to, 0, kImages * sizeof(float));
       continue;
     }
