@@ -3,8 +3,10 @@
 import copy
 import gc
 import io
+import multiprocessing
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,45 @@ def test_the_blocks_that_were_idle_longest_are_freed():
     assert pool.idle_bytes() == 4 * 200
     again = [pool.empty(100) for _ in range(2)]
     assert [y.data_ptr() for y in again] == kept[::-1]  # the one that was used last first
+
+
+def test_a_freed_tensor_does_not_exceed_the_limit():
+    pool = BlockPool(most_idle=4 * 150)
+    tensors = [pool.empty(100) for _ in range(9)]
+    tensors.clear()
+    assert sum(map(len, [*pool._idle, *pool._returned])) == 100
+
+
+def test_a_tensor_may_outlive_the_pool(monkeypatch):
+    allocate, blocks = activation_memory._allocate, []
+
+    def noted(count):
+        block = allocate(count)
+        blocks.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(activation_memory, "_allocate", noted)
+    pool = BlockPool()
+    y = pool.empty(100)
+    del pool
+    gc.collect()
+    (block,) = blocks
+    assert block() is not None
+    del y
+    gc.collect()
+    assert block() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork")
+def test_a_child_forked_while_a_thread_takes_a_block(pool):
+    with pool._lock:
+        child = multiprocessing.get_context("fork").Process(target=empty_activations, args=(LARGE,))
+        child.start()
+    child.join(30)
+    code = child.exitcode
+    child.kill()
+    assert code == 0
 
 
 def test_idle_blocks_make_room_when_memory_runs_out(monkeypatch):

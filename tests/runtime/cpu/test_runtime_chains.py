@@ -14,6 +14,7 @@ from torch import nn
 from torchcram.runtime import prepare, report
 from torchcram.runtime.cpu import chains, replace_layers
 from torchcram.runtime.cpu.chain_plan import NO_RESIDUAL, ChainLayer, chain_layers, plan_chain
+from torchcram.runtime.cpu.memory_format import empty_images, output_dim_order
 from torchcram.runtime.cpu.modules import SparseConv2d
 from torchcram.runtime.cpu.ops.image_layout import images_innermost
 from torchcram.runtime.cpu.packing import Geometry
@@ -152,9 +153,30 @@ def test_chains_compute_what_their_layers_do(layers, size, rows, images):
     modules, x = modules_of(layers), torch.randn(images, 3, *size)
     for inputs in (images_innermost(x), x, x.to(memory_format=torch.channels_last)):
         y = CHAIN(*arguments(inputs, layers, modules, rows))
-        expected = run_layers(inputs, layers, modules)
-        assert torch.equal(y, expected)
-        assert y.stride() == expected.stride()
+        assert torch.equal(y, run_layers(inputs, layers, modules))
+        order = output_dim_order(inputs, by_images=True, channels_last=False)
+        assert y.stride() == empty_images(torch.empty, tuple(y.shape), order).stride()
+
+
+def test_values_that_count_as_contiguous_do_not_change_the_layout():
+    layers = (
+        ChainLayer(0, NO_RESIDUAL, 3, True, Geometry((3, 3))),
+        ChainLayer(1, NO_RESIDUAL, 3, True, Geometry((1, 1), padding=(1, 1))),
+    )
+    modules, x = modules_of(layers), images_innermost(torch.randn(1, 3, 3, 3))
+    call = arguments(x, layers, modules, 1)
+    assert CHAIN(*call).permute(2, 3, 1, 0).is_contiguous()
+    torch.library.opcheck(CHAIN.default, call, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_residuals_that_have_to_be_expanded():
+    layers = (
+        ChainLayer(0, NO_RESIDUAL, 3, False, Geometry((2, 2), (2, 2))),
+        ChainLayer(0, 1, 3, True, Geometry((3, 3), (2, 2), (1, 1))),
+    )
+    modules, x = modules_of(layers), images_innermost(torch.randn(16, 3, 3, 3))
+    y = CHAIN(*arguments(x, layers, modules, 1))
+    assert torch.equal(y, run_layers(x, layers, modules))
 
 
 LAYERS = (
@@ -190,6 +212,31 @@ def test_derivatives_of_chains():
     (gradient,) = torch.autograd.grad(CHAIN(*arguments(x, LAYERS, modules, 1)).sum(), x)
     (expected,) = torch.autograd.grad(run_layers(x, LAYERS, modules).sum(), x)
     torch.testing.assert_close(gradient, expected)
+
+
+def test_derivatives_with_respect_to_a_bias():
+    modules, x = modules_of(LAYERS), images_innermost(torch.randn(16, 3, 6, 6))
+    modules[1].bias.requires_grad_()
+    gradients = [
+        torch.autograd.grad(function.square().sum(), modules[1].bias)[0]
+        for function in (
+            CHAIN(*arguments(x, LAYERS, modules, 1)),
+            run_layers(x, LAYERS, modules),
+        )
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_batches_of_batches(dim):
+    modules, x = modules_of(LAYERS), torch.randn(3, 4, 3, 6, 6)
+    expected = torch.stack([run_layers(each, LAYERS, modules) for each in x])
+    _, *others = arguments(x, LAYERS, modules, 2)
+    found = torch.func.vmap(lambda x: CHAIN(x, *others), in_dims=dim)(x.movedim(0, dim))
+    torch.testing.assert_close(found, expected)
+    packed = torch.stack([others[0][0]] * 2)
+    with pytest.raises(NotImplementedError, match="over the weights"):
+        torch.func.vmap(lambda p: CHAIN(x[0], [p, *others[0][1:]], *others[1:]))(packed)
 
 
 def test_the_operator_is_what_torch_expects():

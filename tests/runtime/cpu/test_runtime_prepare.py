@@ -163,7 +163,7 @@ def test_a_call_that_is_far_slower_takes_part_in_the_first_rounds_only(monkeypat
         return call
 
     monkeypatch.setattr(replace_layers.time, "perf_counter", lambda: clock[0])
-    seconds = {"far slower": 1.51, "fast": 1.0, "slower": 1.49}
+    seconds = {"far slower": 2.01, "fast": 1.0, "slower": 1.99}
     times = replace_layers.time_in_turns({name: lasts(name, s) for name, s in seconds.items()})
     assert times == pytest.approx({name: 1000 * s for name, s in seconds.items()})
     rounds = {name: calls.count(name) for name in seconds}

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import weakref
 from collections import deque
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ _FLOAT_BYTES = 4
 _LEAST_BYTES = 2**20  # smaller tensors are left to torch
 _HUGE_PAGES_FROM = 2**22  # bytes
 _MOST_IDLE_BYTES = 2**29
-_MOST_SURPLUS = 2  # times the size of a tensor that its block may have
+_LARGEST_RATIO = 2  # of the size of a block to that of its tensor
 
 
 class BlockPool:
@@ -36,8 +38,12 @@ class BlockPool:
     def __init__(self, most_idle: int = _MOST_IDLE_BYTES) -> None:
         self.most_idle = most_idle
         self._idle: list[Tensor] = []  # from the one that has been idle longest
-        self._returned: deque[Tensor] = deque()  # tensors may be freed while the lock is held
+        self._returned: deque[Tensor] = deque()  # blocks that came back while the lock was held
         self._owners: dict[int, weakref.ref[object]] = {}
+        self._lock = Lock()
+
+    def renew_lock(self) -> None:
+        """Replaces the lock; another thread may have held it when this process was forked."""
         self._lock = Lock()
 
     def empty(self, count: int) -> Tensor:
@@ -48,12 +54,18 @@ class BlockPool:
         block = self._take(count)
         if block is None:
             block = self._new(count)
-        memory = (ctypes.c_char * (count * _FLOAT_BYTES)).from_address(block.data_ptr())
+        memory: Any = (ctypes.c_char * (count * _FLOAT_BYTES)).from_address(block.data_ptr())
+        memory.block = block  # for as long as the tensor lives, even without this pool
         key = id(memory)
 
         def give_back(_: object) -> None:
             self._owners.pop(key, None)
             self._returned.append(block)
+            if self._lock.acquire(blocking=False):  # this may run while this thread holds it
+                try:
+                    self._collect()
+                finally:
+                    self._lock.release()
 
         self._owners[key] = weakref.ref(memory, give_back)
         return torch.frombuffer(memory, dtype=torch.float32)
@@ -86,7 +98,7 @@ class BlockPool:
             sizes = {
                 index: len(block)
                 for index, block in enumerate(self._idle)
-                if count <= len(block) <= _MOST_SURPLUS * count
+                if count <= len(block) <= _LARGEST_RATIO * count
             }
             if not sizes:
                 return None
@@ -105,17 +117,19 @@ class BlockPool:
 
 
 def _allocate(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.float32)
+    return torch.empty(count, dtype=torch.float32, device="cpu")
 
 
 _pool = BlockPool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _pool.renew_lock())
 
 
 def empty_activations(size: tuple[int, ...]) -> Tensor:
     """Returns an uninitialized, contiguous tensor of float32."""
     count = math.prod(size)
     if count * _FLOAT_BYTES < _LEAST_BYTES:
-        return torch.empty(size, dtype=torch.float32)
+        return torch.empty(size, dtype=torch.float32, device="cpu")
     return _pool.empty(count).view(size)
 
 

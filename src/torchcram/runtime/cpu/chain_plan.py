@@ -51,7 +51,7 @@ class ChainPlan(NamedTuple):
     Attributes:
         steps: Steps in their order.
         sizes: Rows and columns of each value.
-        rings: Number of rows of each value that are in memory at a time.
+        rings: Number of rows in the ring buffer of each value.
     """
 
     steps: tuple[Step, ...]
@@ -63,7 +63,7 @@ def chain_layers(numbers: Sequence[int]) -> tuple[ChainLayer, ...]:
     """Returns the layers that `ChainLayer.numbers` describes, one after another.
 
     Raises:
-        ValueError: If there are no layers, or a layer reads a value that is not there yet.
+        ValueError: If there are no layers, or one reads a value that no earlier layer computes.
     """
     if not numbers or len(numbers) % _NUMBERS:
         raise ValueError(

@@ -20,8 +20,8 @@ from torchcram.runtime.cpu.packing import NOT_CUT
 
 _ROWS = (1, 2, 4)  # of outputs at a time
 _USUAL_ROWS = 2  # mostly the fastest number, for which the chains are cut
-_CACHE_BYTES = 9 * 2**20  # rows of all layers but the last that are in memory at a time
-_MARGIN = 1.03  # times as long as its layers that a chain may take
+_CACHE_BYTES = 9 * 2**20  # limit for the ring buffers of a chain
+_MARGIN = 1.03  # a chain may take this many times as long as its layers
 _FLOAT_BYTES = 4
 
 
@@ -70,7 +70,7 @@ class _Chain:
         self.numbers = [number for layer in self.layers for number in layer.numbers()]
 
     def bytes_in_memory(self, rows: int) -> int:
-        """Returns the number of bytes that the rows of all layers but the last take."""
+        """Returns the number of bytes of the ring buffers of all layers but the last."""
         images, _, height, width = shape_of(self.source)
         return _FLOAT_BYTES * images * sum(ring_floats(self.layers, (height, width), rows))
 
@@ -101,7 +101,7 @@ def chain_convolutions_(model: fx.GraphModule) -> None:
     Args:
         model: Graph, changed in place. Its nodes must have shapes (`torch.fx.passes.shape_prop`).
     """
-    # From the end, so that a chain does not replace the node that a chain to come reads.
+    # The last chain comes first: replacing one erases its last node, which the next one may read.
     for chain in reversed(list(_possible_chains(model))):
         rows = _fastest_rows(chain)
         if rows is not None:

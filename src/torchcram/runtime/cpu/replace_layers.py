@@ -54,7 +54,7 @@ _MARGIN = 1.05  # speedup that a layer must reach by itself, to be faster in the
 _ROUNDS, _SECONDS = 15, 0.2  # limits for timing a layer or a model
 _LEAST_ROUNDS = 5  # however long they take: with fewer, other load on the machine often decides
 _FIRST_ROUNDS = 2  # in which a call takes part however slow it is
-_HOPELESS = 1.5  # times the least time beyond which a call takes part in no further round
+_HOPELESS = 2  # times the least time beyond which a call takes part in no further round
 _MANY_IMAGES = 9  # images, or tiles, in a batch from which panels of images are tried
 
 

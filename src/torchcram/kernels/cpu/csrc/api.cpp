@@ -335,8 +335,8 @@ static inline void relax() {
 #endif
 }
 
-// A chain of convolutions while it runs. Threads meet after each step, within one parallel region:
-// the steps are so short that starting one for each of them would take too long.
+// A chain of convolutions while it runs. The threads wait for each other after each step, within
+// one parallel region: a step is so short that starting a region for it would take too long.
 class ChainRun {
  public:
   ChainRun(const std::vector<ImageLayer>& layers, const ChainStep* steps, int64_t count,

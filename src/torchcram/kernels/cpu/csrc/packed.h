@@ -126,7 +126,7 @@ struct Job {
   const Neighbours* neighbours = nullptr;
   int64_t band = 0;  // rows of outputs of a task
   // For panels of images: the rows of outputs to compute, and how many rows of the input, the
-  // residual and the output are in memory at a time. Row y lies where y modulo their number is.
+  // residual and the output are in memory at a time. Row y is stored at y modulo that number.
   int64_t first_row = 0, end_row = 0;
   int64_t input_rows = 0, residual_rows = 0, output_rows = 0;
   // For 8 bits: features of a token, and the initial sum and the scale of each row. The initial sum

@@ -53,6 +53,18 @@ def register(
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
 
 
+def register_vmap(name: str, function: Callable[..., tuple[Tensor, int]]) -> None:
+    """Registers how `torch.func.vmap` runs an operator that takes lists of tensors.
+
+    Operators without lists need no such function: vmap runs them once for each index.
+
+    Args:
+        name: Name of the operator.
+        function: Function that `torch.library.register_vmap` describes.
+    """
+    torch.library.register_vmap(f"torchcram::{name}", function, lib=_library)
+
+
 def _differentiated(arguments: tuple[object, ...]) -> bool:
     """Returns whether a derivative with respect to one of the arguments may be needed."""
     forward_mode = forward_ad._current_level >= 0
@@ -60,7 +72,8 @@ def _differentiated(arguments: tuple[object, ...]) -> bool:
         return False
     return any(
         each.requires_grad or (forward_mode and forward_ad.unpack_dual(each).tangent is not None)
-        for each in arguments
+        for argument in arguments
+        for each in (argument if isinstance(argument, (list, tuple)) else (argument,))
         if isinstance(each, Tensor)
     )
 

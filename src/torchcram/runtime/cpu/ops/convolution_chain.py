@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.activation_memory import empty_activations
-from torchcram.runtime.cpu.chain_plan import NO_RESIDUAL, ChainLayer, chain_layers, plan_chain
+from torchcram.runtime.cpu.chain_plan import (
+    NO_RESIDUAL,
+    ChainLayer,
+    ChainPlan,
+    chain_layers,
+    plan_chain,
+)
 from torchcram.runtime.cpu.memory_format import (
     IMAGES_INNERMOST,
     empty_images,
@@ -24,13 +31,14 @@ from torchcram.runtime.cpu.memory_format import (
 from torchcram.runtime.cpu.ops.common import (
     pointer,
     register,
+    register_vmap,
     require_floats,
     require_rows,
 )
 from torchcram.runtime.cpu.packing import check_packed, convolution_struct, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _FLOAT_BYTES = 4
 
@@ -52,11 +60,13 @@ def _convolution_chain(
     rows: int,
 ) -> Tensor:
     layers = _checked(x, packed, biases, numbers, rows)
-    dim_order = output_dim_order(x, by_images=True, channels_last=False)
-    if dim_order != IMAGES_INNERMOST or not len(x):
-        return _layer_by_layer(x, packed, biases, numbers, rows)
+    plan = _plan(x, layers, rows)
+    if plan is None:
+        y = _layer_by_layer(x, packed, biases, numbers, rows)
+        output = _empty_output(x.new_empty, x, y)
+        return y if y.stride() == output.stride() else output.copy_(y)
     batch, channels = x.shape[:2]
-    steps, sizes, rings = plan_chain(layers, (x.shape[2], x.shape[3]), rows)
+    steps, sizes, rings = plan
     y = empty_images(empty_activations, (batch, layers[-1].features, *sizes[-1]), IMAGES_INNERMOST)
     floats = [batch * count for count in ring_floats(layers, sizes[0], rows)]
     memory = empty_activations((sum(floats),))
@@ -91,6 +101,23 @@ def _convolution_chain(
             check_packed(matrix)  # raises if it was overwritten without torch noticing
         raise ValueError(f"the packed matrices do not hold {layers} from {channels} channels")
     return y
+
+
+def _plan(x: Tensor, layers: tuple[ChainLayer, ...], rows: int) -> ChainPlan | None:
+    """Returns how a chain runs, or None if its layers have to run one after another."""
+    innermost = output_dim_order(x, by_images=True, channels_last=False) == IMAGES_INNERMOST
+    if not innermost or not len(x):
+        return None
+    try:
+        return plan_chain(layers, (x.shape[2], x.shape[3]), rows)
+    except ValueError:  # such as a residual that has to be expanded, which its layer does
+        return None
+
+
+def _empty_output(empty: Callable[[tuple[int, ...]], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Returns an uninitialized output for the input `x`, of the shape of `y`."""
+    dim_order = output_dim_order(x, by_images=True, channels_last=False)
+    return empty_images(empty, tuple(y.shape), dim_order)
 
 
 def _checked(
@@ -135,10 +162,35 @@ def _layer_by_layer(
     return values[-1]
 
 
+def _fake_convolution_chain(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    numbers: list[int],
+    rows: int,
+) -> Tensor:
+    y = _layer_by_layer(x, packed, biases, numbers, rows)
+    return _empty_output(x.new_empty, x, y)
+
+
+def _vmap_convolution_chain(
+    _: object, in_dims: tuple[object, ...], x: Tensor, *others: object
+) -> tuple[Tensor, int]:
+    """Runs a batch of batches of images as one batch."""
+    if not isinstance(in_dims[0], int) or any(
+        dim is not None for dim in tree_leaves(in_dims[1:], is_leaf=lambda each: each is None)
+    ):
+        raise NotImplementedError("vmap over the weights of a chain of convolutions")
+    x = x.movedim(in_dims[0], 0)
+    y: Tensor = torch.ops.torchcram.convolution_chain(x.flatten(0, 1), *others)
+    return y.unflatten(0, x.shape[:2]), 0
+
+
 register(
     "convolution_chain(Tensor x, Tensor[] packed, Tensor?[] biases, int[] layers, int rows) "
     "-> Tensor",
     _convolution_chain,
-    fake=_layer_by_layer,
+    fake=_fake_convolution_chain,
     dense=_layer_by_layer,
 )
+register_vmap("convolution_chain", _vmap_convolution_chain)
