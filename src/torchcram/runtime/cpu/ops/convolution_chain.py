@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.activation_memory import empty_activations
@@ -70,8 +69,8 @@ def _convolution_chain(
     y = empty_images(empty_activations, (batch, layers[-1].features, *sizes[-1]), IMAGES_INNERMOST)
     floats = [batch * count for count in ring_floats(layers, sizes[0], rows)]
     memory = empty_activations((sum(floats),))
-    ends = [sum(floats[:i]) * _FLOAT_BYTES for i in range(len(floats))]
-    values = [x.data_ptr(), *(memory.data_ptr() + end for end in ends), y.data_ptr()]
+    starts = [sum(floats[:i]) * _FLOAT_BYTES for i in range(len(floats))]
+    values = [x.data_ptr(), *(memory.data_ptr() + start for start in starts), y.data_ptr()]
     features = [channels, *(layer.features for layer in layers)]
     shapes = [
         convolution_struct(
@@ -177,9 +176,13 @@ def _vmap_convolution_chain(
     _: object, in_dims: tuple[object, ...], x: Tensor, *others: object
 ) -> tuple[Tensor, int]:
     """Runs a batch of batches of images as one batch."""
-    if not isinstance(in_dims[0], int) or any(
-        dim is not None for dim in tree_leaves(in_dims[1:], is_leaf=lambda each: each is None)
-    ):
+    dims = [
+        dim
+        for each in in_dims[1:]
+        for dim in (each if isinstance(each, (list, tuple)) else (each,))
+        if dim is not None
+    ]
+    if dims or not isinstance(in_dims[0], int):
         raise NotImplementedError("vmap over the weights of a chain of convolutions")
     x = x.movedim(in_dims[0], 0)
     y: Tensor = torch.ops.torchcram.convolution_chain(x.flatten(0, 1), *others)
