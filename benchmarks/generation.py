@@ -1,7 +1,7 @@
 """Tokens per second while a language model generates on the CPU.
 
     python benchmarks/generation.py MODEL [--targets dense uniform:0.7 ...] [--threads 1 2]
-                                          [--types float32 bfloat16 int8] [--compile]
+                                          [--types float32 bfloat16 int8 int4] [--compile]
                                           [--llama PYTHON --gguf FILE ...]
                                           [--genai PYTHON --onnx FOLDER ...]
                                           [--tokens N] [--rounds N]
@@ -9,11 +9,11 @@
 MODEL is a folder of Transformers with a Llama-like model. All engines take turns, round after
 round, so that other load on the machine affects all of them: torch, eager in float32 and bfloat16
 and with `--compile` also compiled with a static cache; `torchcram.runtime.prepare_generation` for
-every target and type; llama.cpp on GGUF files; and ONNX Runtime on folders that
-`python -m onnxruntime_genai.models.builder -m MODEL -o FOLDER -p int4 -e cpu` wrote. The last two
-run in processes of their own, with the interpreters of environments that have `llama-cpp-python`
-and `onnxruntime-genai`. The prompt is timed by itself, and then only the tokens after it. Times are
-medians of the rounds, in brackets those of the fastest round.
+every target and type, int4 for targets with `int4` alone; llama.cpp on GGUF files; and ONNX Runtime
+on folders that `python -m onnxruntime_genai.models.builder -m MODEL -o FOLDER -p int4 -e cpu`
+wrote. The last two run in processes of their own, with the interpreters of environments that have
+`llama-cpp-python` and `onnxruntime-genai`. The prompt is timed by itself, and then only the tokens
+after it. Times are medians of the rounds, in brackets those of the fastest round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROMPT = 128  # tokens
-TYPES = ("float32", "bfloat16", "int8")
+TYPES = ("float32", "bfloat16", "int8", "int4")
 Generate = Callable[[int], float]
 """Function of a number of tokens: generates them and returns the seconds it took."""
 
@@ -93,7 +93,7 @@ def our_engines(
     from transformers import AutoModelForCausalLM
 
     from torchcram import compress
-    from torchcram.runtime import prepare_generation
+    from torchcram.experiments.bench.generators import PromptKernels
     from torchcram.runtime.cpu.row_matrix import RowLinear
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -101,9 +101,12 @@ def our_engines(
     engines, sizes = {}, {}
     for target in targets:
         small = model if target == "dense" else compress(model, target)
+        prompts = PromptKernels(small, prompt)
         for kind in types:
             name = f"torchcram, {target}, {kind}"
-            fast = prepare_generation(small, getattr(torch, kind), prompt=prompt)
+            if kind == "int4" and "int4" not in target:
+                continue
+            fast = prompts.with_single_tokens(getattr(torch, kind))
             packed = [m for m in fast.modules() if isinstance(m, RowLinear)]
             sizes[name] = sum(matrix.nbytes for matrix in packed) / 1e6
             engines[name] = transformers_engine(fast)

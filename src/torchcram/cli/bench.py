@@ -48,7 +48,7 @@ def bench(
             show_default="all but torchcram-compiled, and compiled-bf16 only with AMX",
             help="Engines, separated by commas: torch, compiled, compiled-bf16, onnxruntime, "
             "torchcram, torchcram-compiled; on a GPU torch, compiled, torchcram; for generation "
-            "torch, torch-bf16, torchcram, torchcram-bf16, torchcram-int8.",
+            "torch, torch-bf16, torchcram, torchcram-bf16, torchcram-int8, torchcram-int4.",
         ),
     ] = None,
     forward: Annotated[

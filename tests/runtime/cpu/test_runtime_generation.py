@@ -18,7 +18,7 @@ from torchcram.runtime.cpu.generation import (
     with_single_tokens,
 )
 from torchcram.runtime.cpu.modules import SparseLinear
-from torchcram.runtime.cpu.row_matrix import RoundedLinear, RowLinear
+from torchcram.runtime.cpu.row_matrix import RoundedLinear, RowLinear, rounds_activations
 
 pytestmark = pytest.mark.skipif(not available(), reason="the kernels are not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
@@ -68,6 +68,54 @@ def test_int8_keeps_weights_that_are_rounded_already():
     compress_(layer, "uniform:0.5+int8")
     x = torch.eye(128)[:4]  # rounding the activations loses nothing
     torch.testing.assert_close(RowLinear(layer.weight, None, torch.int8)(x), layer(x))
+
+
+@pytest.mark.usefixtures("_each_level")
+@given(
+    rows=st.integers(1, 20),
+    inner=st.integers(1, 200),
+    count=st.integers(1, 5),
+    target=st.sampled_from(["int4:g64", "int4:g128", "int4", "int3", "int2:g64"]),
+    sparsity=st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+@pytest.mark.filterwarnings("ignore:int.*takes one scale")
+def test_weights_of_4_bits_are_kept_as_they_are(rows, inner, count, target, sparsity, dtype, seed):
+    layer = nn.Linear(inner, rows)
+    with torch.no_grad():
+        layer.weight.copy_(matrix(rows, inner, sparsity, seed))
+        compress_(layer, target)
+        weight = layer.weight.to(dtype)
+    packed = RowLinear(weight, layer.bias, torch.int4)
+    rounded = RoundedLinear(weight, layer.bias, torch.int4)
+    assert packed.dtype == rounded.dtype == torch.int4
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    assert (rounded.weight - weight).abs().max() <= tolerance * weight.abs().max()
+    assert torch.equal(rounded.weight != 0, weight != 0)
+    x = matrix(count, inner, 0.0, seed + 1)
+    torch.testing.assert_close(packed(x), rounded(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["int5", "int4:g32", "uniform:0.5"])
+def test_weights_of_more_than_4_bits_are_kept_in_8(target):
+    layer = nn.Linear(128, 40)
+    compress_(layer, target)
+    packed = RowLinear(layer.weight, layer.bias, torch.int4)
+    assert packed.dtype == torch.int8
+    x = matrix(3, 128, 0.0, 0)
+    assert torch.equal(packed(x), RowLinear(layer.weight, layer.bias, torch.int8)(x))
+
+
+def test_4_bits_take_half_the_room_of_8():
+    layer = nn.Linear(512, 100, bias=False)
+    for target, least, most in (
+        ("int4:g64", 0.54, 0.58),  # of what 8 bits take; 4 bits and a scale for every 64 weights
+        ("uniform:0.5+int4:g64", 0.68, 0.74),  # the masks are the same
+    ):
+        compress_(layer, target)
+        small, large = (RowLinear(layer.weight, None, each) for each in (torch.int4, torch.int8))
+        assert least < small.nbytes / large.nbytes < most
 
 
 @pytest.mark.parametrize(("sparsity", "masked"), [(0.0, False), (0.1, False), (0.5, True)])
@@ -255,6 +303,33 @@ def test_fewer_bits_change_the_scores_little(dtype):
     expected, _ = logits_of(model, [ids])
     logits, _ = logits_of(prepare_generation(model, dtype), ids.split([4] + [1] * 8, dim=1))
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.usefixtures("_each_level")
+@pytest.mark.parametrize("target", ["int4:g64", "nm:2:4+int4:g64", "uniform:0.7+int4"])
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.filterwarnings("ignore:int4.g64 takes one scale")
+def test_4_bits_change_the_scores_no_more_than_rounded_activations_do(target, sequences):
+    model, ids = language_model(), prompt(sequences, 12)
+    compress_(model.model, target)
+    fast = prepare_generation(model, torch.int4)
+    kinds = {name: part.dtype for name, part in fast.named_modules() if isinstance(part, RowLinear)}
+    assert kinds.pop("lm_head.rows") == torch.int8
+    assert set(kinds.values()) == {torch.int4}
+    parts = ids.split([4] + [1] * 8, dim=1)
+    logits, _ = logits_of(fast, parts)
+    expected, _ = logits_of(round_for_generation(model, torch.int4), parts)
+    close = 0.05 if rounds_activations() else 1e-4  # prompts have activations that are not rounded
+    assert (logits - expected)[:, 4:].abs().max() < close * expected.abs().max()
+
+
+@pytest.mark.parametrize("target", [None, "uniform:0.5", "int8", "int4:g32"])
+def test_models_without_weights_of_4_bits_are_not_prepared_for_them(target):
+    model = language_model()
+    if target:
+        compress_(model.model, target)
+    with pytest.raises(ValueError, match="no layer of the decoder has weights of 4 bits"):
+        prepare_generation(model, torch.int4)
 
 
 def test_copies_and_pickles_generate_the_same():

@@ -18,7 +18,7 @@ from torchcram.runtime.cpu.generation import (
     round_for_generation,
     with_single_tokens,
 )
-from torchcram.runtime.cpu.row_matrix import RowLinear
+from torchcram.runtime.cpu.row_matrix import INT4, RowLinear
 
 LLAMA_CPP = "llama.cpp"
 MEGA = 1e6
@@ -254,5 +254,6 @@ TRANSFORMERS_ENGINES = {
     "torchcram": GenerationEngine(torch.float32, kernels=True),
     "torchcram-bf16": GenerationEngine(torch.bfloat16, kernels=True),
     "torchcram-int8": GenerationEngine(torch.int8, kernels=True),
+    "torchcram-int4": GenerationEngine(INT4, kernels=True),
 }
 GENERATION_ENGINES = (*TRANSFORMERS_ENGINES, LLAMA_CPP)

@@ -19,7 +19,7 @@ LIBRARY = Path(os.environ.get("TORCHCRAM_LIBRARY") or _BUILT)
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _MATRIX = (_POINTER, _LONG)  # packed matrix and its bytes
-_INTERFACE = 9  # torchcram_interface in api.cpp
+_INTERFACE = 10  # torchcram_interface in api.cpp
 _FUNCTIONS = {
     "interface": (_INT, []),
     "level": (ctypes.c_char_p, []),

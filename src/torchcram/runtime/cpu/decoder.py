@@ -96,7 +96,7 @@ class GeneratingDecoder(nn.Module):
         dense: Decoder of Transformers, which runs prompts and everything else.
         source: Decoder with the weights for single tokens; `dense` itself, or the one that it was
             prepared from.
-        dtype: Type of the weights for single tokens.
+        dtype: Type of the weights for single tokens, as `RowLinear` takes it.
     """
 
     dense: Any
@@ -195,6 +195,10 @@ class GeneratingDecoder(nn.Module):
             raise RuntimeError("the layers do not fit the kernels")
         cache.length = past + 1
         return BaseModelOutputWithPast(last_hidden_state=y.unsqueeze(1), past_key_values=cache)
+
+    def has_weights_in(self, dtype: torch.dtype) -> bool:
+        """Returns whether any layer keeps its weights in a type for single tokens."""
+        return any(isinstance(layer, RowLinear) and layer.dtype == dtype for layer in self.packed)
 
     def _decoder(self) -> _DecoderStruct:
         """Returns the description of the layers for the kernels."""

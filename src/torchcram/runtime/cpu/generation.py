@@ -20,7 +20,7 @@ from torchcram.runtime.cpu.prepare import prepare
 from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.reports import report, with_report
-from torchcram.runtime.cpu.row_matrix import RoundedLinear
+from torchcram.runtime.cpu.row_matrix import INT4, RoundedLinear
 from torchcram.runtime.marking import mark_prepared_
 
 
@@ -38,16 +38,19 @@ def prepare_generation(
     Args:
         model: Causal model of Transformers of the Llama family, such as Llama, Mistral without a
             window, Qwen2 and SmolLM2, with compressed weights or without; it stays unchanged.
-        dtype: Type that weights are kept in for single tokens: torch.float32, torch.bfloat16, or
-            torch.int8 with a scale for every output, as `int8` targets have it. With int8,
-            activations are rounded to 8 bits, with a scale for every 64 of them.
+        dtype: Type that weights are kept in for single tokens: torch.float32; torch.bfloat16;
+            torch.int8 with a scale for every output, as `int8` targets have it; or torch.int4,
+            which keeps the weights of `int4` targets as they are, with a scale for every 64 inputs,
+            and those of other layers, such as the head, in int8. With int8 and int4, activations
+            are rounded to 8 bits, with a scale for every 64 of them.
         prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
             the sparse kernels of `prepare` for prompts if that is faster with one of this size,
             and `report` tells what was done with each. It takes some seconds to measure. Norms and
             the products of gated layers get kernels, too.
 
     Raises:
-        ValueError: If the model is of another kind; the message says what is missing.
+        ValueError: If the model is of another kind; the message says what is missing. With
+            torch.int4, also if no layer of the decoder has weights of at most 4 bits.
         RuntimeError: If the kernels have not been built.
     """
     return with_single_tokens(prepare_prompts(model, prompt), model, dtype)
@@ -86,12 +89,20 @@ def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype
             for another type.
         model: Model that it was prepared from.
         dtype: Type that weights are kept in for single tokens, as `prepare_generation` takes it.
+
+    Raises:
+        ValueError: If the type is torch.int4 and no layer of the decoder has weights of 4 bits.
     """
     from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
 
     fast, source = copy.copy(prepared), cast("Any", model)
     fast._modules = dict(prepared._modules)
-    fast.model = GeneratingDecoder(prepared.model, source.model, dtype)
+    fast.model = decoder = GeneratingDecoder(prepared.model, source.model, dtype)
+    if dtype == INT4 and not decoder.has_weights_in(dtype):
+        raise ValueError(
+            "no layer of the decoder has weights of 4 bits, with a scale for every output or for a "
+            "multiple of 64 inputs: compress the model to int4:g64, say, or use torch.int8"
+        )
     fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
     mark_prepared_(fast, model)
     return fast

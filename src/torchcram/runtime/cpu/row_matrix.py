@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,13 @@ from torchcram.kernels.cpu.library import kernels
 MOST_VECTORS = 4
 """Number of vectors that a product takes at most; kMostSequences in packed.h."""
 
-_BITS = 64  # inputs per mask
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # missing in the types of torch
+_BITS = 64  # inputs per mask, and per scale of 4 bits
+_LARGEST = 7  # integer of 4 bits
+_MIDDLE = 8  # is added to integers of 4 bits
 _SLACK = 64  # bytes that the kernels may read beyond the last value
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_DENSE = {torch.float32: 0.97, torch.bfloat16: 0.94, torch.int8: 0.88}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, INT4: 3}
+_DENSE = {torch.float32: 0.97, torch.bfloat16: 0.94, torch.int8: 0.88, INT4: 0.75}
 """Fraction of weights that are not zero above which masks would take more room than zeros."""
 
 
@@ -41,9 +44,14 @@ class RowLinear(nn.Module):
     Args:
         weight: Weight (outputs, inputs).
         bias: Bias of the outputs, or None.
-        dtype: Type of the values: torch.float32, torch.bfloat16, or torch.int8 with a scale for
-            every output. With int8, the activations are rounded to 8 bits as well, with a scale for
-            every 64, where the machine has instructions for that.
+        dtype: Type of the values: torch.float32, torch.bfloat16, torch.int8 with a scale for every
+            output, or torch.int4 with a scale for every 64 inputs of an output. int4 is for weights
+            that have at most 4 bits already, and int8 is used for others. With int8 and int4, the
+            activations are rounded to 8 bits as well, with a scale for every 64, where the machine
+            has instructions for that.
+
+    Attributes:
+        dtype: Type of the values.
 
     Raises:
         ValueError: If the type is another, or a weight is not finite.
@@ -60,25 +68,18 @@ class RowLinear(nn.Module):
         if dtype not in _KINDS:
             allowed = ", ".join(map(str, _KINDS))
             raise ValueError(f"dtype must be one of {allowed}, got {dtype}")
-        weight = weight.detach().to("cpu", torch.float32)
         if not bool(torch.isfinite(weight).all()):
             raise ValueError("a weight is NaN or infinite and cannot be packed")
         self.out_features, self.in_features = weight.shape
-        self.dtype = dtype
-        weight, scales = _rounded(weight, dtype)
-        rows = nn.functional.pad(weight, (0, -self.in_features % _BITS))
-        kept = rows != 0
-        masks = None
-        if int(kept.sum()) <= _DENSE[dtype] * weight.numel():
-            masks = _packed_bits(kept)
-            values, counts = rows[kept].to(dtype), kept.sum(1)
-        else:
-            values, counts = rows.to(dtype).flatten(), torch.full((len(rows),), rows.shape[1])
-        starts = (counts.cumsum(0) - counts) * dtype.itemsize
+        rounded = _rounded(weight, dtype)
+        self.dtype = rounded.dtype
+        kept = rounded.values != 0
+        masked = int(kept.sum()) <= _DENSE[self.dtype] * weight.numel()
+        values, sizes = _packed_values(rounded, kept if masked else torch.ones_like(kept))
         self.register_buffer("values", _with_slack(values))
-        self.register_buffer("starts", starts)
-        self.register_buffer("masks", masks)
-        self.register_buffer("scales", scales)
+        self.register_buffer("starts", _starts(sizes))
+        self.register_buffer("masks", _packed_bits(kept) if masked else None)
+        self.register_buffer("scales", rounded.scales)
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
         self.eval()
 
@@ -147,15 +148,13 @@ class RoundedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        values, scales = _rounded(weight.detach().to("cpu", torch.float32), dtype)
-        values = values.to(dtype).float()
-        self.weight = nn.Parameter(
-            values if scales is None else values * scales.unsqueeze(1), requires_grad=False
-        )
+        rounded = _rounded(weight, dtype)
+        self.dtype = rounded.dtype
+        self.weight = nn.Parameter(rounded.weight()[:, : weight.shape[1]], requires_grad=False)
         self.bias = None
         if bias is not None:
             self.bias = nn.Parameter(bias.detach().float().clone(), requires_grad=False)
-        self.rounds_inputs = dtype == torch.int8 and rounds_activations()
+        self.rounds_inputs = not self.dtype.is_floating_point and rounds_activations()
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
@@ -187,12 +186,87 @@ def _rounded_activations(x: Tensor) -> Tensor:
     return rounded.flatten(-2)[..., :inputs]
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Returns the values of a weight in float32, and the scales of its outputs for int8."""
-    if dtype != torch.int8:
-        return weight, None
+class _Rounded(NamedTuple):
+    """A weight as it is stored.
+
+    Attributes:
+        dtype: Type of the values.
+        values: Values in float32, with zeros up to a multiple of 64 inputs.
+        scales: Scales of the outputs; None for all but int8.
+        block_scales: Scales of 64 inputs of an output each; None for all but int4.
+    """
+
+    dtype: torch.dtype
+    values: Tensor
+    scales: Tensor | None = None
+    block_scales: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        """Returns the weight, with zeros up to a multiple of 64 inputs."""
+        if self.scales is not None:
+            return self.values * self.scales.unsqueeze(1)
+        if self.block_scales is not None:
+            return self.values * self.block_scales.repeat_interleave(_BITS, dim=1)
+        return self.values
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
+    """Returns a weight rounded to a type, or to int8 if int4 is asked for and does not fit."""
+    tolerance = 1e-5 + 8 * torch.finfo(weight.dtype).eps  # of integers up to 7 times a scale
+    weight = weight.detach().to("cpu", torch.float32)
+    weight = nn.functional.pad(weight, (0, -weight.shape[1] % _BITS))
+    if dtype == INT4 and (four := _four_bits(weight, tolerance)) is not None:
+        return four
+    if dtype.is_floating_point:
+        return _Rounded(dtype, weight.to(dtype).float())
     scales = weight.abs().amax(1) / 127
-    return (weight / torch.where(scales == 0, 1, scales).unsqueeze(1)).round_(), scales
+    values = (weight / torch.where(scales == 0, 1, scales).unsqueeze(1)).round_()
+    return _Rounded(torch.int8, values, scales=scales)
+
+
+def _four_bits(weight: Tensor, tolerance: float) -> _Rounded | None:
+    """Returns a weight whose values are integers times a scale; None if they have more bits.
+
+    The largest integer of 64 inputs may be any from 1 to 7: a weight that was quantized with a
+    scale for every output, say, has seldom a 7 among them.
+    """
+    blocks = weight.unflatten(1, (-1, _BITS))
+    top = blocks.abs().amax(2, keepdim=True)
+    values, scales = torch.zeros_like(blocks), torch.zeros_like(top)
+    missing = torch.ones_like(top, dtype=torch.bool)
+    for largest in range(_LARGEST, 0, -1):
+        scale = top / largest
+        integers = blocks / torch.where(top == 0, 1, scale)
+        near = integers.round()
+        fits = ((integers - near).abs().amax(2, keepdim=True) <= tolerance) & missing
+        values, scales = torch.where(fits, near, values), torch.where(fits, scale, scales)
+        missing &= ~fits
+    if bool(missing.any()):
+        return None
+    return _Rounded(INT4, values.flatten(1), block_scales=scales.squeeze(2).contiguous())
+
+
+def _packed_values(rounded: _Rounded, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the kept values of a weight one after another, and the bytes of every output."""
+    values, dtype = rounded.values, rounded.dtype
+    if rounded.block_scales is None:
+        return values[kept].to(dtype), kept.sum(1) * dtype.itemsize
+    counts = kept.unflatten(1, (-1, _BITS)).sum(2)  # of every 64 inputs of an output
+    scales = rounded.block_scales.flatten().unsqueeze(1).view(torch.uint8)
+    sizes = scales.shape[1] + (counts + 1) // 2
+    starts = _starts(sizes.flatten())
+    packed = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+    packed[starts.unsqueeze(1) + torch.arange(scales.shape[1])] = scales
+    counts = counts.flatten()
+    number = torch.arange(int(counts.sum())) - _starts(counts).repeat_interleave(counts)
+    places = (starts + scales.shape[1]).repeat_interleave(counts) + number // 2
+    halves = ((values[kept].int() + _MIDDLE) << 4 * (number % 2)).to(torch.uint8)
+    return packed.index_add_(0, places, halves), sizes.sum(1)
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Returns where parts begin that follow each other."""
+    return sizes.cumsum(0) - sizes
 
 
 def _packed_bits(kept: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ using namespace torchcram;
 #define TORCHCRAM_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Version of the functions below; it is raised whenever one of them changes.
-TORCHCRAM_EXPORT int torchcram_interface() { return 9; }
+TORCHCRAM_EXPORT int torchcram_interface() { return 10; }
 
 TORCHCRAM_EXPORT const char* torchcram_level() { return kernels->name; }
 
@@ -562,7 +562,8 @@ TORCHCRAM_EXPORT int torchcram_gate_values(const float* gate, const float* up, i
 
 // Returns whether a matrix for products with a few vectors has a shape that can be computed with.
 static bool valid_rows(const RowMatrix& m) {
-  return m.rows > 0 && m.inner > 0 && m.kind >= kFloats && m.kind <= kBytes && m.values && m.starts;
+  if (m.kind < kFloats || m.kind > kNibbles) return false;
+  return m.rows > 0 && m.inner > 0 && m.values && m.starts;
 }
 
 // y = x W^T + b for one to four vectors; returns 0 if the matrix or the number of vectors is not

@@ -1,7 +1,7 @@
 // One token at a time through a Llama-like decoder, for one to four sequences.
 //
 // A token reads every weight once and computes little with it, so that the time is that of reading:
-// weights are bit masks and the values that are not zero, in 32, 16 or 8 bits (RowMatrix in
+// weights are bit masks and the values that are not zero, in 32, 16, 8 or 4 bits (RowMatrix in
 // packed.h). All layers run in one parallel region, because entering one takes as long as a layer.
 #pragma once
 
@@ -29,6 +29,8 @@ namespace {
 constexpr int64_t kMostItemRows = 128;  // rows that a thread takes at a time
 constexpr int64_t kRowsAhead = 8;       // rows whose values are fetched into the cache ahead of use
 
+constexpr unsigned bit(int64_t kind) { return 1u << kind; }
+
 constexpr int64_t padded(int64_t inner) { return (inner + kMaskBits - 1) / kMaskBits * kMaskBits; }
 
 // Vectors that matrices are multiplied with: floats, padded with zeros to whole masks, and what
@@ -38,12 +40,43 @@ struct Inputs {
   int64_t stride;
   // For bfloat16: of every 32 numbers, those at even positions and then those at odd positions.
   float* halves;
-  // For 8 bits: numbers rounded to [-127, 127] with a scale for every 64, and -128 times the sum of
+  // For 8 and 4 bits: numbers rounded to [-127, 127] with a scale for every 64, and -128 times the sum of
   // every four.
   int8_t* bytes;
   int32_t* offsets;
   float* scales;
 };
+
+// Values of 4 bits for machines without instructions for them: they are unpacked into floats.
+template <int T, bool Masked>
+void multiply_unpacked_nibbles(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
+  const int64_t groups = in.stride / kMaskBits;
+  const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
+  const uint8_t* values = static_cast<const uint8_t*>(m.values) + m.starts[row];
+  const auto value = [&](int index) {
+    return float(int(values[index / 2] >> (index % 2 * 4) & 15) - 8);
+  };
+  Vector total[T] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    float scale, w[kMaskBits] = {};
+    memcpy(&scale, values, sizeof scale);
+    values += sizeof scale;
+    int count = 0;
+    if (Masked) {
+      for (uint64_t mask = masks[g]; mask; mask &= mask - 1) w[__builtin_ctzll(mask)] = value(count++);
+    } else {
+      for (; count < kMaskBits; ++count) w[count] = value(count);
+    }
+    values += (count + 1) / 2;
+    for (int t = 0; t < T; ++t) {
+      Vector sum{};
+      for (int i = 0; i < kMaskBits; i += kLanes)
+        sum += load(w + i) * load(in.x + t * in.stride + g * kMaskBits + i);
+      total[t] += sum * scale;
+    }
+  }
+  for (int t = 0; t < T; ++t) sums[t] = fold(total[t], [](float a, float b) { return a + b; });
+}
 
 #if defined(TORCHCRAM_AVX512)
 
@@ -92,8 +125,8 @@ TORCHCRAM_VBMI2 void round_inputs(const Inputs& in, int64_t count) {
 // Prepares `count` vectors for matrices of the kinds whose bits are set.
 void arrange(const Inputs& in, int64_t count, unsigned kinds) {
   if (!has_vbmi2()) return;
-  if (kinds & (1u << kBfloats)) split_halves(in, count);
-  if (kinds & (1u << kBytes)) round_inputs(in, count);
+  if (kinds & bit(kBfloats)) split_halves(in, count);
+  if (kinds & (bit(kBytes) | bit(kNibbles))) round_inputs(in, count);
 }
 
 // Values and masks of R neighbouring rows.
@@ -108,8 +141,28 @@ struct RowReader {
   }
 };
 
+// Adds up the lanes of four vectors at once.
+TORCHCRAM_INLINE __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const auto halves = [](__m512 x) {
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  };
+  const auto add_pairs = [&](__m512 x, __m512 y) {
+    const __m256 first = halves(x), second = halves(y);
+    return _mm256_castps_pd(
+        _mm256_add_ps(_mm256_unpacklo_ps(first, second), _mm256_unpackhi_ps(first, second)));
+  };
+  const __m256d ab = add_pairs(a, b), cd = add_pairs(c, d);
+  const __m256 all = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
+                                   _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+  return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+
 template <int R, int T>
 TORCHCRAM_INLINE void add_lanes(const Vector (&total)[R][T], float (&sums)[R][T]) {
+  if (R == 4 && T == 1) {
+    const auto row = [&](int r) { return (__m512)total[r % R][0]; };
+    return _mm_storeu_ps(sums[0], add_lanes(row(0), row(1), row(2), row(3)));
+  }
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps((__m512)total[r][t]);
 }
@@ -145,6 +198,49 @@ TORCHCRAM_VBMI2 void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_
         const __m512i products = _mm512_dpbusd_epi32(
             _mm512_loadu_si512(in.offsets + at * 16), w, _mm512_loadu_si512(in.bytes + at * 64));
         total[r][t] += (Vector)_mm512_cvtepi32_ps(products) * in.scales[at];
+      }
+    }
+  }
+  add_lanes(total, sums);
+}
+
+// Values are stored as w + 8, and a sixteenth of the offsets makes up for it.
+template <int T, int R, bool Masked>
+TORCHCRAM_VBMI2 void multiply_nibbles(const RowMatrix& m, const Inputs& in, int64_t row,
+                                      float (&sums)[R][T]) {
+  RowReader<R> rows(m, in, row);
+  const __m512i low = _mm512_set1_epi8(15), middle = opaque(_mm512_set1_epi8(8));
+  Vector total[R][T] = {};
+  for (int64_t g = 0; g < rows.groups; ++g) {
+    __m512i offsets[T];
+    __m512 scales[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      const int64_t at = t * rows.groups + g;
+      offsets[t] = _mm512_srai_epi32(_mm512_loadu_si512(in.offsets + at * 16), 4);
+      scales[t] = (__m512)opaque((__m512i)_mm512_set1_ps(in.scales[at]));
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float scale;
+      memcpy(&scale, rows.values[r], sizeof scale);
+      rows.values[r] += sizeof scale;
+      const __m512i pairs = _mm512_cvtepu8_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows.values[r])));
+      __m512i w = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), low);
+      if (Masked) {
+        const uint64_t mask = rows.masks[r * rows.groups + g];
+        w = _mm512_mask_expand_epi8(middle, mask, w);
+        rows.values[r] += (uint64_t(__builtin_popcountll(mask)) + 1) / 2;
+      } else {
+        rows.values[r] += kMaskBits / 2;
+      }
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        const __m512i products = _mm512_dpbusd_epi32(
+            offsets[t], w, _mm512_loadu_si512(in.bytes + (t * rows.groups + g) * 64));
+        const __m512 factor = scales[t] * _mm512_set1_ps(scale);
+        total[r][t] += (Vector)(_mm512_cvtepi32_ps(products) * factor);
       }
     }
   }
@@ -233,6 +329,11 @@ void multiply_kind(const RowMatrix& m, const Inputs& in, int64_t row, float (&su
     if (has_vbmi2()) return multiply_halves<T, R, Masked>(m, in, row, sums);
     return multiply_floats<T, R, kBfloats, Masked>(m, in, row, sums);
   }
+  if (m.kind == kNibbles) {
+    if (has_vbmi2()) return multiply_nibbles<T, R, Masked>(m, in, row, sums);
+    for (int r = 0; r < R; ++r) multiply_unpacked_nibbles<T, Masked>(m, in, row + r, sums[r]);
+    return;
+  }
   if (has_vbmi2()) return multiply_bytes<T, R, Masked>(m, in, row, sums);
   multiply_floats<T, R, kBytes, Masked>(m, in, row, sums);
 }
@@ -287,6 +388,10 @@ void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, floa
       multiply_floats<T, kFloats>(m, in, row + r, sums[r]);
     else if (m.kind == kBfloats)
       multiply_floats<T, kBfloats>(m, in, row + r, sums[r]);
+    else if (m.kind == kNibbles && m.masks)
+      multiply_unpacked_nibbles<T, true>(m, in, row + r, sums[r]);
+    else if (m.kind == kNibbles)
+      multiply_unpacked_nibbles<T, false>(m, in, row + r, sums[r]);
     else
       multiply_floats<T, kBytes>(m, in, row + r, sums[r]);
   }
@@ -665,7 +770,7 @@ void lead(const DecoderStep& step, Crew& crew, int threads) {
   for (int64_t i = 0; i < d.layers; ++i) {
     const DecoderLayer& l = d.layer[i];
     for (const RowMatrix* m : {&l.query, &l.key, &l.value, &l.out, &l.gate, &l.up, &l.down})
-      kinds |= 1u << m->kind;
+      kinds |= bit(m->kind);
   }
   for (work.index = 0; work.index < d.layers; ++work.index) {
     work.layer = d.layer + work.index;
@@ -734,7 +839,7 @@ void row_product(const RowMatrix& matrix, const float* x, int64_t count, float* 
   RowJob job{&matrix, lay_out(memory, count, matrix.inner), count, y, threads};
   for (int64_t t = 0; t < count; ++t)
     memcpy(memory + t * job.in.stride, x + t * matrix.inner, matrix.inner * sizeof(float));
-  arrange(job.in, count, 1u << matrix.kind);
+  arrange(job.in, count, bit(matrix.kind));
   parallel(multiply_item, &job, items(matrix.rows, threads), threads);
 }
 

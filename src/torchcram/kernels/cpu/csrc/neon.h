@@ -123,17 +123,40 @@ void round_inputs(const Inputs& in, int64_t count) {
 
 template <class Inputs>
 void arrange(const Inputs& in, int64_t count, unsigned kinds) {
-  if (kinds & (1u << kBytes)) round_inputs(in, count);
+  if (kinds & (1u << kBytes | 1u << kNibbles)) round_inputs(in, count);
 }
 
-template <int T, bool Masked, class Inputs>
-void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
+// Unpacks up to 64 values of 4 bits, which are stored as w + 8.
+TORCHCRAM_INLINE void unpack_nibbles(const uint8_t* from, int8_t* to) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const uint8x16_t pairs = vld1q_u8(from + 16 * i);
+    const uint8x16_t low = vandq_u8(pairs, vdupq_n_u8(15)), high = vshrq_n_u8(pairs, 4);
+    const int8x16_t middle = vdupq_n_s8(8);
+    vst1q_s8(to + 32 * i, vsubq_s8(vreinterpretq_s8_u8(vzip1q_u8(low, high)), middle));
+    vst1q_s8(to + 32 * i + 16, vsubq_s8(vreinterpretq_s8_u8(vzip2q_u8(low, high)), middle));
+  }
+}
+
+// Values of 8 bits, or of 4 bits with a scale for every 64 inputs.
+template <int T, int Kind, bool Masked, class Inputs>
+void multiply_integers(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
   const int64_t groups = in.stride / kMaskBits;
   const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
-  const int8_t* values = static_cast<const int8_t*>(m.values) + m.starts[row];
+  const int8_t* stored = static_cast<const int8_t*>(m.values) + m.starts[row];
   float32x4_t total[T] = {};
   for (int64_t g = 0; g < groups; ++g) {
     int8x16_t w[4];
+    int8_t unpacked[kMaskBits + 16];  // values may be read beyond the last
+    const int8_t* values = stored;
+    float scale = 1.0f;
+    if (Kind == kNibbles) {
+      memcpy(&scale, stored, sizeof scale);
+      stored += sizeof scale;
+      unpack_nibbles(reinterpret_cast<const uint8_t*>(stored), unpacked);
+      values = unpacked;
+    }
+    int64_t count = kMaskBits;
     if (Masked) {
       const uint64_t mask = masks[g];
       const MaskCounts ones(mask);
@@ -145,12 +168,12 @@ void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row, float* su
       }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) w[i] = vcombine_s8(part[2 * i], part[2 * i + 1]);
-      values += ones.all;
+      count = ones.all;
     } else {
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) w[i] = vld1q_s8(values + 16 * i);
-      values += kMaskBits;
     }
+    stored += Kind == kNibbles ? (count + 1) / 2 : count;
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
       const int64_t at = t * groups + g;
@@ -158,7 +181,7 @@ void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_t row, float* su
       int32x4_t products = vdupq_n_s32(0);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) products = add_products(products, vld1q_s8(x + 16 * i), w[i]);
-      total[t] = vfmaq_n_f32(total[t], vcvtq_f32_s32(products), in.scales[at]);
+      total[t] = vfmaq_n_f32(total[t], vcvtq_f32_s32(products), scale * in.scales[at]);
     }
   }
   for (int t = 0; t < T; ++t) sums[t] = vaddvq_f32(total[t]);
@@ -206,7 +229,8 @@ template <int T, bool Masked, class Inputs>
 void multiply_row(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
   if (m.kind == kFloats) return multiply_floats<T, kFloats, Masked>(m, in, row, sums);
   if (m.kind == kBfloats) return multiply_floats<T, kBfloats, Masked>(m, in, row, sums);
-  multiply_bytes<T, Masked>(m, in, row, sums);
+  if (m.kind == kBytes) return multiply_integers<T, kBytes, Masked>(m, in, row, sums);
+  multiply_integers<T, kNibbles, Masked>(m, in, row, sums);
 }
 
 template <int T, int R, class Inputs>
