@@ -75,7 +75,7 @@ def test_int8_keeps_weights_that_are_rounded_already():
     rows=st.integers(1, 20),
     inner=st.integers(1, 200),
     count=st.integers(1, 5),
-    target=st.sampled_from(["int4:g64", "int4:g128", "int4", "int3", "int2:g64"]),
+    target=st.sampled_from(["int4:g32", "int4:g64", "int4:g128", "int4", "int3", "int2:g64"]),
     sparsity=st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 100),
@@ -97,7 +97,30 @@ def test_weights_of_4_bits_are_kept_as_they_are(rows, inner, count, target, spar
     torch.testing.assert_close(packed(x), rounded(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("target", ["int5", "int4:g32", "uniform:0.5"])
+@pytest.mark.usefixtures("_each_level")
+@given(st.integers(1, 20), st.integers(1, 5), st.booleans(), st.integers(0, 100))
+def test_integers_from_minus_8_to_7_are_kept_as_they_are(rows, count, masked, seed):
+    generator = torch.Generator().manual_seed(seed)
+    integers = torch.randint(-8, 8, (rows, 4, 32), generator=generator)
+    integers[..., 0] = -8  # as in blocks of Q4_0 files, where scales may be negative
+    if masked:
+        integers[..., 1::2] = 0
+    scales = torch.randn(rows, 4, 1, generator=generator)
+    weight = (integers * scales).flatten(1)
+    packed = RowLinear(weight, None, torch.int4)
+    rounded = RoundedLinear(weight, None, torch.int4)
+    assert packed.dtype == torch.int4
+    torch.testing.assert_close(rounded.weight, weight)
+    x = matrix(count, 128, 0.0, seed + 1)
+    torch.testing.assert_close(packed(x), rounded(x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_integer_8_does_not_have_4_bits():
+    weight = torch.tensor([-8.0, 8.0, 7.0, 5.0]).expand(3, 4)
+    assert RowLinear(weight, None, torch.int4).dtype == torch.int8
+
+
+@pytest.mark.parametrize("target", ["int5", "int4:g16", "uniform:0.5"])
 def test_weights_of_more_than_4_bits_are_kept_in_8(target):
     layer = nn.Linear(128, 40)
     compress_(layer, target)
@@ -111,6 +134,7 @@ def test_4_bits_take_half_the_room_of_8():
     layer = nn.Linear(512, 100, bias=False)
     for target, least, most in (
         ("int4:g64", 0.54, 0.58),  # of what 8 bits take; 4 bits and a scale for every 64 weights
+        ("int4:g32", 0.60, 0.65),  # or for every 32
         ("uniform:0.5+int4:g64", 0.68, 0.74),  # the masks are the same
     ):
         compress_(layer, target)
@@ -306,9 +330,9 @@ def test_fewer_bits_change_the_scores_little(dtype):
 
 
 @pytest.mark.usefixtures("_each_level")
-@pytest.mark.parametrize("target", ["int4:g64", "nm:2:4+int4:g64", "uniform:0.7+int4"])
+@pytest.mark.parametrize("target", ["int4:g32", "nm:2:4+int4:g64", "uniform:0.7+int4"])
 @pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.filterwarnings("ignore:int4.g64 takes one scale")
+@pytest.mark.filterwarnings("ignore:int4.*takes one scale")
 def test_4_bits_change_the_scores_no_more_than_rounded_activations_do(target, sequences):
     model, ids = language_model(), prompt(sequences, 12)
     compress_(model.model, target)
@@ -323,7 +347,7 @@ def test_4_bits_change_the_scores_no_more_than_rounded_activations_do(target, se
     assert (logits - expected)[:, 4:].abs().max() < close * expected.abs().max()
 
 
-@pytest.mark.parametrize("target", [None, "uniform:0.5", "int8", "int4:g32"])
+@pytest.mark.parametrize("target", [None, "uniform:0.5", "int8", "int4:g16"])
 def test_models_without_weights_of_4_bits_are_not_prepared_for_them(target):
     model = language_model()
     if target:

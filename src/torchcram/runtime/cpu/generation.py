@@ -40,9 +40,9 @@ def prepare_generation(
             window, Qwen2 and SmolLM2, with compressed weights or without; it stays unchanged.
         dtype: Type that weights are kept in for single tokens: torch.float32; torch.bfloat16;
             torch.int8 with a scale for every output, as `int8` targets have it; or torch.int4,
-            which keeps the weights of `int4` targets as they are, with a scale for every 64 inputs,
-            and those of other layers, such as the head, in int8. With int8 and int4, activations
-            are rounded to 8 bits, with a scale for every 64 of them.
+            which keeps the weights of `int4` targets as they are, with a scale for every 64 or 32
+            inputs, and those of other layers, such as the head, in int8. With int8 and int4,
+            activations are rounded to 8 bits, with a scale for every 64 of them.
         prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
             the sparse kernels of `prepare` for prompts if that is faster with one of this size,
             and `report` tells what was done with each. It takes some seconds to measure. Norms and
@@ -101,7 +101,7 @@ def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype
     if dtype == INT4 and not decoder.has_weights_in(dtype):
         raise ValueError(
             "no layer of the decoder has weights of 4 bits, with a scale for every output or for a "
-            "multiple of 64 inputs: compress the model to int4:g64, say, or use torch.int8"
+            "multiple of 32 inputs: compress the model to int4:g64, say, or use torch.int8"
         )
     fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
     mark_prepared_(fast, model)

@@ -14,11 +14,10 @@ MOST_VECTORS = 4
 """Number of vectors that a product takes at most; kMostSequences in packed.h."""
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # missing in the types of torch
-_BITS = 64  # inputs per mask, and per scale of 4 bits
-_LARGEST = 7  # integer of 4 bits
+_BITS = 64  # inputs per mask
 _MIDDLE = 8  # is added to integers of 4 bits
 _SLACK = 64  # bytes that the kernels may read beyond the last value
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, INT4: 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, INT4: 3}  # or 4 for INT4
 _DENSE = {torch.float32: 0.97, torch.bfloat16: 0.94, torch.int8: 0.88, INT4: 0.75}
 """Fraction of weights that are not zero above which masks would take more room than zeros."""
 
@@ -45,10 +44,10 @@ class RowLinear(nn.Module):
         weight: Weight (outputs, inputs).
         bias: Bias of the outputs, or None.
         dtype: Type of the values: torch.float32, torch.bfloat16, torch.int8 with a scale for every
-            output, or torch.int4 with a scale for every 64 inputs of an output. int4 is for weights
-            that have at most 4 bits already, and int8 is used for others. With int8 and int4, the
-            activations are rounded to 8 bits as well, with a scale for every 64, where the machine
-            has instructions for that.
+            output, or torch.int4 with a scale for every 64 or 32 inputs of an output. int4 is for
+            weights that have at most 4 bits already, and int8 is used for others. With int8 and
+            int4, the activations are rounded to 8 bits as well, with a scale for every 64, where
+            the machine has instructions for that.
 
     Attributes:
         dtype: Type of the values.
@@ -72,7 +71,7 @@ class RowLinear(nn.Module):
             raise ValueError("a weight is NaN or infinite and cannot be packed")
         self.out_features, self.in_features = weight.shape
         rounded = _rounded(weight, dtype)
-        self.dtype = rounded.dtype
+        self.dtype, self.kind = rounded.dtype, rounded.kind
         kept = rounded.values != 0
         masked = int(kept.sum()) <= _DENSE[self.dtype] * weight.numel()
         values, sizes = _packed_values(rounded, kept if masked else torch.ones_like(kept))
@@ -93,7 +92,7 @@ class RowLinear(nn.Module):
         return RowMatrixStruct(
             self.out_features,
             self.in_features,
-            _KINDS[self.dtype],
+            self.kind,
             _address(self.masks),
             self.values.data_ptr(),
             self.starts.data_ptr(),
@@ -193,7 +192,7 @@ class _Rounded(NamedTuple):
         dtype: Type of the values.
         values: Values in float32, with zeros up to a multiple of 64 inputs.
         scales: Scales of the outputs; None for all but int8.
-        block_scales: Scales of 64 inputs of an output each; None for all but int4.
+        block_scales: Scales of 64 or 32 inputs of an output each; None for all but int4.
     """
 
     dtype: torch.dtype
@@ -201,12 +200,21 @@ class _Rounded(NamedTuple):
     scales: Tensor | None = None
     block_scales: Tensor | None = None
 
+    @property
+    def kind(self) -> int:
+        """Number of the type in `Kind` of packed.h."""
+        halves = self.block_scales is not None and self.block_scales.numel() > (
+            self.values.numel() // _BITS
+        )
+        return _KINDS[self.dtype] + halves
+
     def weight(self) -> Tensor:
         """Returns the weight, with zeros up to a multiple of 64 inputs."""
         if self.scales is not None:
             return self.values * self.scales.unsqueeze(1)
         if self.block_scales is not None:
-            return self.values * self.block_scales.repeat_interleave(_BITS, dim=1)
+            size = self.values.shape[1] // self.block_scales.shape[1]
+            return self.values * self.block_scales.repeat_interleave(size, dim=1)
         return self.values
 
 
@@ -215,8 +223,9 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
     tolerance = 1e-5 + 8 * torch.finfo(weight.dtype).eps  # of integers up to 7 times a scale
     weight = weight.detach().to("cpu", torch.float32)
     weight = nn.functional.pad(weight, (0, -weight.shape[1] % _BITS))
-    if dtype == INT4 and (four := _four_bits(weight, tolerance)) is not None:
-        return four
+    for size in (_BITS, _BITS // 2) if dtype == INT4 else ():
+        if (four := _four_bits(weight, tolerance, size)) is not None:
+            return four
     if dtype.is_floating_point:
         return _Rounded(dtype, weight.to(dtype).float())
     scales = weight.abs().amax(1) / 127
@@ -224,20 +233,25 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
     return _Rounded(torch.int8, values, scales=scales)
 
 
-def _four_bits(weight: Tensor, tolerance: float) -> _Rounded | None:
+def _four_bits(weight: Tensor, tolerance: float, size: int) -> _Rounded | None:
     """Returns a weight whose values are integers times a scale; None if they have more bits.
 
-    The largest integer of 64 inputs may be any from 1 to 7: a weight that was quantized with a
-    scale for every output, say, has seldom a 7 among them.
+    The largest integer of a block may be any from 1 to 8: a weight that was quantized with a scale
+    for every output, say, has seldom a 7 among `size` inputs.
+
+    Args:
+        weight: Weight in float32, with a multiple of `size` inputs.
+        tolerance: How far from integers they may be.
+        size: Number of inputs that share a scale.
     """
-    blocks = weight.unflatten(1, (-1, _BITS))
+    blocks = weight.unflatten(1, (-1, size))
     top = blocks.abs().amax(2, keepdim=True)
     values, scales = torch.zeros_like(blocks), torch.zeros_like(top)
     missing = torch.ones_like(top, dtype=torch.bool)
-    for largest in range(_LARGEST, 0, -1):
+    for largest in (*range(_MIDDLE - 1, 0, -1), _MIDDLE, -_MIDDLE):  # only -8 has 4 bits, 8 has not
         scale = top / largest
         integers = blocks / torch.where(top == 0, 1, scale)
-        near = integers.round()
+        near = integers.round().clamp(-_MIDDLE, _MIDDLE - 1)
         fits = ((integers - near).abs().amax(2, keepdim=True) <= tolerance) & missing
         values, scales = torch.where(fits, near, values), torch.where(fits, scale, scales)
         missing &= ~fits
@@ -252,7 +266,7 @@ def _packed_values(rounded: _Rounded, kept: Tensor) -> tuple[Tensor, Tensor]:
     if rounded.block_scales is None:
         return values[kept].to(dtype), kept.sum(1) * dtype.itemsize
     counts = kept.unflatten(1, (-1, _BITS)).sum(2)  # of every 64 inputs of an output
-    scales = rounded.block_scales.flatten().unsqueeze(1).view(torch.uint8)
+    scales = rounded.block_scales.view(counts.numel(), -1).view(torch.uint8)
     sizes = scales.shape[1] + (counts + 1) // 2
     starts = _starts(sizes.flatten())
     packed = torch.zeros(int(sizes.sum()), dtype=torch.uint8)

@@ -562,7 +562,7 @@ TORCHCRAM_EXPORT int torchcram_gate_values(const float* gate, const float* up, i
 
 // Returns whether a matrix for products with a few vectors has a shape that can be computed with.
 static bool valid_rows(const RowMatrix& m) {
-  if (m.kind < kFloats || m.kind > kNibbles) return false;
+  if (m.kind < kFloats || m.kind > kNibbles32) return false;
   return m.rows > 0 && m.inner > 0 && m.values && m.starts;
 }
 

@@ -47,8 +47,13 @@ struct Inputs {
   float* scales;
 };
 
+constexpr unsigned kRoundedKinds = bit(kBytes) | bit(kNibbles) | bit(kNibbles32);
+
+// Scales that come before the values of 64 inputs.
+constexpr int scales_of(int kind) { return kind == kNibbles ? 1 : kind == kNibbles32 ? 2 : 0; }
+
 // Values of 4 bits for machines without instructions for them: they are unpacked into floats.
-template <int T, bool Masked>
+template <int T, int Kind, bool Masked>
 void multiply_unpacked_nibbles(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
   const int64_t groups = in.stride / kMaskBits;
   const uint64_t* masks = m.masks + (Masked ? row * groups : 0);
@@ -58,9 +63,10 @@ void multiply_unpacked_nibbles(const RowMatrix& m, const Inputs& in, int64_t row
   };
   Vector total[T] = {};
   for (int64_t g = 0; g < groups; ++g) {
-    float scale, w[kMaskBits] = {};
-    memcpy(&scale, values, sizeof scale);
-    values += sizeof scale;
+    constexpr int kScales = scales_of(Kind), kShare = kMaskBits / kScales;
+    float scales[kScales], w[kMaskBits] = {};
+    memcpy(scales, values, sizeof scales);
+    values += sizeof scales;
     int count = 0;
     if (Masked) {
       for (uint64_t mask = masks[g]; mask; mask &= mask - 1) w[__builtin_ctzll(mask)] = value(count++);
@@ -69,10 +75,9 @@ void multiply_unpacked_nibbles(const RowMatrix& m, const Inputs& in, int64_t row
     }
     values += (count + 1) / 2;
     for (int t = 0; t < T; ++t) {
-      Vector sum{};
       for (int i = 0; i < kMaskBits; i += kLanes)
-        sum += load(w + i) * load(in.x + t * in.stride + g * kMaskBits + i);
-      total[t] += sum * scale;
+        total[t] += load(w + i) * scales[i / kShare] *
+                    load(in.x + t * in.stride + g * kMaskBits + i);
     }
   }
   for (int t = 0; t < T; ++t) sums[t] = fold(total[t], [](float a, float b) { return a + b; });
@@ -126,7 +131,7 @@ TORCHCRAM_VBMI2 void round_inputs(const Inputs& in, int64_t count) {
 void arrange(const Inputs& in, int64_t count, unsigned kinds) {
   if (!has_vbmi2()) return;
   if (kinds & bit(kBfloats)) split_halves(in, count);
-  if (kinds & (bit(kBytes) | bit(kNibbles))) round_inputs(in, count);
+  if (kinds & kRoundedKinds) round_inputs(in, count);
 }
 
 // Values and masks of R neighbouring rows.
@@ -205,7 +210,7 @@ TORCHCRAM_VBMI2 void multiply_bytes(const RowMatrix& m, const Inputs& in, int64_
 }
 
 // Values are stored as w + 8, and a sixteenth of the offsets makes up for it.
-template <int T, int R, bool Masked>
+template <int T, int R, int Kind, bool Masked>
 TORCHCRAM_VBMI2 void multiply_nibbles(const RowMatrix& m, const Inputs& in, int64_t row,
                                       float (&sums)[R][T]) {
   RowReader<R> rows(m, in, row);
@@ -222,9 +227,12 @@ TORCHCRAM_VBMI2 void multiply_nibbles(const RowMatrix& m, const Inputs& in, int6
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      float scale;
-      memcpy(&scale, rows.values[r], sizeof scale);
-      rows.values[r] += sizeof scale;
+      float own[scales_of(Kind)];
+      memcpy(own, rows.values[r], sizeof own);
+      rows.values[r] += sizeof own;
+      __m512 scale = _mm512_set1_ps(own[0]);
+      if (Kind == kNibbles32)
+        scale = _mm512_mask_blend_ps(0xff00, scale, _mm512_set1_ps(own[scales_of(Kind) - 1]));
       const __m512i pairs = _mm512_cvtepu8_epi16(
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows.values[r])));
       __m512i w = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), low);
@@ -239,8 +247,7 @@ TORCHCRAM_VBMI2 void multiply_nibbles(const RowMatrix& m, const Inputs& in, int6
       for (int t = 0; t < T; ++t) {
         const __m512i products = _mm512_dpbusd_epi32(
             offsets[t], w, _mm512_loadu_si512(in.bytes + (t * rows.groups + g) * 64));
-        const __m512 factor = scales[t] * _mm512_set1_ps(scale);
-        total[r][t] += (Vector)(_mm512_cvtepi32_ps(products) * factor);
+        total[r][t] += (Vector)(_mm512_cvtepi32_ps(products) * (scales[t] * scale));
       }
     }
   }
@@ -322,6 +329,12 @@ void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float (&
   add_lanes(total, sums);
 }
 
+template <int T, int R, int Kind, bool Masked>
+void multiply_4_bits(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
+  if (has_vbmi2()) return multiply_nibbles<T, R, Kind, Masked>(m, in, row, sums);
+  for (int r = 0; r < R; ++r) multiply_unpacked_nibbles<T, Kind, Masked>(m, in, row + r, sums[r]);
+}
+
 template <int T, int R, bool Masked>
 void multiply_kind(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
   if (m.kind == kFloats) return multiply_floats<T, R, kFloats, Masked>(m, in, row, sums);
@@ -329,11 +342,8 @@ void multiply_kind(const RowMatrix& m, const Inputs& in, int64_t row, float (&su
     if (has_vbmi2()) return multiply_halves<T, R, Masked>(m, in, row, sums);
     return multiply_floats<T, R, kBfloats, Masked>(m, in, row, sums);
   }
-  if (m.kind == kNibbles) {
-    if (has_vbmi2()) return multiply_nibbles<T, R, Masked>(m, in, row, sums);
-    for (int r = 0; r < R; ++r) multiply_unpacked_nibbles<T, Masked>(m, in, row + r, sums[r]);
-    return;
-  }
+  if (m.kind == kNibbles) return multiply_4_bits<T, R, kNibbles, Masked>(m, in, row, sums);
+  if (m.kind == kNibbles32) return multiply_4_bits<T, R, kNibbles32, Masked>(m, in, row, sums);
   if (has_vbmi2()) return multiply_bytes<T, R, Masked>(m, in, row, sums);
   multiply_floats<T, R, kBytes, Masked>(m, in, row, sums);
 }
@@ -381,6 +391,14 @@ void multiply_floats(const RowMatrix& m, const Inputs& in, int64_t row, float* s
   for (int t = 0; t < T; ++t) sums[t] = total[t];
 }
 
+template <int T, int Kind>
+void multiply_4_bits(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
+  if (m.masks)
+    multiply_unpacked_nibbles<T, Kind, true>(m, in, row, sums);
+  else
+    multiply_unpacked_nibbles<T, Kind, false>(m, in, row, sums);
+}
+
 template <int T, int R>
 void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, float (&sums)[R][T]) {
   for (int r = 0; r < R; ++r) {
@@ -388,10 +406,10 @@ void multiply_neighbours(const RowMatrix& m, const Inputs& in, int64_t row, floa
       multiply_floats<T, kFloats>(m, in, row + r, sums[r]);
     else if (m.kind == kBfloats)
       multiply_floats<T, kBfloats>(m, in, row + r, sums[r]);
-    else if (m.kind == kNibbles && m.masks)
-      multiply_unpacked_nibbles<T, true>(m, in, row + r, sums[r]);
     else if (m.kind == kNibbles)
-      multiply_unpacked_nibbles<T, false>(m, in, row + r, sums[r]);
+      multiply_4_bits<T, kNibbles>(m, in, row + r, sums[r]);
+    else if (m.kind == kNibbles32)
+      multiply_4_bits<T, kNibbles32>(m, in, row + r, sums[r]);
     else
       multiply_floats<T, kBytes>(m, in, row + r, sums[r]);
   }

@@ -123,7 +123,7 @@ void round_inputs(const Inputs& in, int64_t count) {
 
 template <class Inputs>
 void arrange(const Inputs& in, int64_t count, unsigned kinds) {
-  if (kinds & (1u << kBytes | 1u << kNibbles)) round_inputs(in, count);
+  if (kinds & ~(1u << kFloats | 1u << kBfloats)) round_inputs(in, count);
 }
 
 // Unpacks up to 64 values of 4 bits, which are stored as w + 8.
@@ -138,7 +138,7 @@ TORCHCRAM_INLINE void unpack_nibbles(const uint8_t* from, int8_t* to) {
   }
 }
 
-// Values of 8 bits, or of 4 bits with a scale for every 64 inputs.
+// Values of 8 bits, or of 4 bits with one or two scales for every 64 inputs.
 template <int T, int Kind, bool Masked, class Inputs>
 void multiply_integers(const RowMatrix& m, const Inputs& in, int64_t row, float* sums) {
   const int64_t groups = in.stride / kMaskBits;
@@ -149,10 +149,11 @@ void multiply_integers(const RowMatrix& m, const Inputs& in, int64_t row, float*
     int8x16_t w[4];
     int8_t unpacked[kMaskBits + 16];  // values may be read beyond the last
     const int8_t* values = stored;
-    float scale = 1.0f;
-    if (Kind == kNibbles) {
-      memcpy(&scale, stored, sizeof scale);
-      stored += sizeof scale;
+    float scales[2] = {1.0f, 1.0f};
+    if (Kind != kBytes) {
+      constexpr int kSize = Kind == kNibbles ? sizeof(float) : 2 * sizeof(float);
+      memcpy(scales, stored, kSize);
+      stored += kSize;
       unpack_nibbles(reinterpret_cast<const uint8_t*>(stored), unpacked);
       values = unpacked;
     }
@@ -173,15 +174,21 @@ void multiply_integers(const RowMatrix& m, const Inputs& in, int64_t row, float*
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) w[i] = vld1q_s8(values + 16 * i);
     }
-    stored += Kind == kNibbles ? (count + 1) / 2 : count;
+    stored += Kind == kBytes ? count : (count + 1) / 2;
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
       const int64_t at = t * groups + g;
       const int8_t* x = in.bytes + at * kMaskBits;
-      int32x4_t products = vdupq_n_s32(0);
+      int32x4_t products[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) products = add_products(products, vld1q_s8(x + 16 * i), w[i]);
-      total[t] = vfmaq_n_f32(total[t], vcvtq_f32_s32(products), scale * in.scales[at]);
+      for (int i = 0; i < 4; ++i) {
+        int32x4_t& sum = products[Kind == kNibbles32 ? i / 2 : 0];
+        sum = add_products(sum, vld1q_s8(x + 16 * i), w[i]);
+      }
+      const float scale = in.scales[at];
+      total[t] = vfmaq_n_f32(total[t], vcvtq_f32_s32(products[0]), scales[0] * scale);
+      if (Kind == kNibbles32)
+        total[t] = vfmaq_n_f32(total[t], vcvtq_f32_s32(products[1]), scales[1] * scale);
     }
   }
   for (int t = 0; t < T; ++t) sums[t] = vaddvq_f32(total[t]);
@@ -230,7 +237,8 @@ void multiply_row(const RowMatrix& m, const Inputs& in, int64_t row, float* sums
   if (m.kind == kFloats) return multiply_floats<T, kFloats, Masked>(m, in, row, sums);
   if (m.kind == kBfloats) return multiply_floats<T, kBfloats, Masked>(m, in, row, sums);
   if (m.kind == kBytes) return multiply_integers<T, kBytes, Masked>(m, in, row, sums);
-  multiply_integers<T, kNibbles, Masked>(m, in, row, sums);
+  if (m.kind == kNibbles) return multiply_integers<T, kNibbles, Masked>(m, in, row, sums);
+  multiply_integers<T, kNibbles32, Masked>(m, in, row, sums);
 }
 
 template <int T, int R, class Inputs>

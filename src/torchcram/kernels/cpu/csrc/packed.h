@@ -214,10 +214,11 @@ struct GatedProduct {
 // A matrix for products with a few vectors, row after row: for every 64 inputs a mask, and the
 // values whose bits are set. Without masks all values are there, padded with zeros to whole masks.
 // Values of 4 bits are stored as w + 8, the first of two in the lower half of a byte; those of every
-// 64 inputs begin with a byte of their own, and before it comes their scale, a float.
+// 64 inputs begin with a byte of their own, and before it comes their scale, a float, or with
+// kNibbles32 the scales of the first and of the last 32 inputs.
 constexpr int kMaskBits = 64;
 constexpr int64_t kMostSequences = 4;
-enum Kind : int64_t { kFloats = 0, kBfloats = 1, kBytes = 2, kNibbles = 3 };
+enum Kind : int64_t { kFloats = 0, kBfloats = 1, kBytes = 2, kNibbles = 3, kNibbles32 = 4 };
 
 struct RowMatrix {
   int64_t rows, inner, kind;
