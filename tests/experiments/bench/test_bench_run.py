@@ -106,7 +106,14 @@ def test_rounds_that_are_asked_for_are_not_cut_short(
 
 CUDA = torch.device("cuda")
 DEFAULT = default_cpu_engines()
-GENERATING = ("torch", "torch-bf16", "torchcram", "torchcram-bf16", "torchcram-int8")
+GENERATING = (
+    "torch",
+    "torch-bf16",
+    "torchcram",
+    "torchcram-bf16",
+    "torchcram-int8",
+    "torchcram-int4",
+)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,7 @@ def test_an_engine_may_run_batches_generate_or_both(names, device, options, forw
         (["torch-bf16"], CPU, {}, "engine 'torch-bf16'.*allowed are torch, compiled"),
         (["torch-bf16"], CUDA, {"generation": True}, "engine 'torch-bf16'"),
         (["compiled"], CPU, {"forward": False, "generation": True}, "engine 'compiled'"),
-        (["torchcram-int4"], CPU, {"generation": True}, "did you mean 'torchcram-int8'"),
+        (["torchcram-in8"], CPU, {"generation": True}, "did you mean 'torchcram-int8'"),
         (["torch", "torch"], CPU, {"generation": True}, "named twice"),
         (["llama.cpp"], CPU, {"generation": True}, "'llama.cpp' needs a GGUF file"),
     ],

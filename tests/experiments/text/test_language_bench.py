@@ -114,6 +114,22 @@ def test_every_engine_generates_with_every_model(prepared):
     assert next(model.parameters()).dtype == torch.float32  # it stays unchanged
 
 
+@needs_kernels
+def test_weights_of_4_bits_are_kept_where_a_target_has_them(prepared):
+    recipe, _, model = prepared
+    found = candidates(recipe, model, "int4:g32")
+    result, _ = measured(prepared, found, engines=("torchcram", "torchcram-int4"), tokens=3)
+    dense, rounded = (
+        result.timing(target, "torchcram-int4", 1) for target in ("dense", "int4:g32")
+    )
+    assert dense.token is None
+    assert dense.perplexity is None
+    assert dense.note.startswith("no layer of the decoder has weights of 4 bits")
+    assert rounded.token.rounds == 1
+    inner = CausalModel(round_for_generation(found[1].model.model, torch.int4))
+    assert rounded.perplexity == pytest.approx(perplexity(prepared, inner))
+
+
 def test_every_number_of_threads_is_timed(prepared):
     result, said = measured(prepared, engines=("torch",), threads=(1, 2), prompt=5, tokens=1)
     assert result.threads == [1, 2]
@@ -348,7 +364,7 @@ def test_the_command_and_the_page_show_generation(finished, paragraphs):
         (["--tokens", 0], 2, "--tokens"),
         (["--prompt", 0], 2, "--prompt"),
         (["--engines", "llama.cpp"], 2, "engine 'llama.cpp' needs a GGUF file"),
-        (["--engines", "torchcram-int4"], 2, "did you mean 'torchcram-int8'?"),
+        (["--engines", "torchcram-in8"], 2, "did you mean 'torchcram-int8'?"),
         (["--gguf", "no.gguf"], 2, "no.gguf"),
         (["--gguf", __file__], 2, "is not a GGUF file"),
         (["--no-generation", "--tokens", 3], 2, "--tokens is for the generation"),

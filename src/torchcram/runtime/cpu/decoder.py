@@ -13,7 +13,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchcram.kernels.cpu.library import kernels
 from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS
-from torchcram.runtime.cpu.row_matrix import MOST_VECTORS, RowLinear, RowMatrixStruct
+from torchcram.runtime.cpu.row_matrix import (
+    MOST_VECTORS,
+    RowLinear,
+    RowMatrixStruct,
+    memory_dtype,
+)
 
 _ROOM = 256  # tokens that the memory grows by, at least
 
@@ -58,6 +63,7 @@ class _StepStruct(ctypes.Structure):
         ("sequences", ctypes.c_int64),
         ("past", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
+        ("bfloats", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("memory", "cosine", "sine", "input", "output")),
     )
 
@@ -113,6 +119,7 @@ class GeneratingDecoder(nn.Module):
             "features": len(attention.q_proj.weight) // config.num_attention_heads,
             "middle": config.intermediate_size,
         }
+        self.memory_dtype = memory_dtype(dtype)
         self.packed = nn.ModuleList()
         self.norms: list[Tensor] = []
         for layer in source.layers:
@@ -176,7 +183,7 @@ class GeneratingDecoder(nn.Module):
     @torch.inference_mode()
     def _next_token(self, input_ids: Tensor, cache: Any) -> BaseModelOutputWithPast:  # noqa: ANN401
         if not isinstance(cache, KernelCache):
-            cache = KernelCache(cache, self.dense.config, self.sizes)
+            cache = KernelCache(cache, self.dense.config, self.sizes, self.memory_dtype)
         x = self.dense.embed_tokens(input_ids)[:, 0].float().contiguous()
         past = cache.get_seq_length()
         positions = torch.full((1, 1), past)
@@ -189,6 +196,7 @@ class GeneratingDecoder(nn.Module):
             len(x),
             past,
             memory.shape[-2],
+            memory.dtype == torch.bfloat16,
             *(tensor.data_ptr() for tensor in (memory, cosine, sine, x, y)),
         )
         if kernels().torchcram_decoder_step(ctypes.byref(step), torch.get_num_threads()) != 1:
@@ -255,14 +263,21 @@ class KernelCache(DynamicCache):  # type: ignore[misc]  # of a package without t
         cache: Cache with the tokens so far; it must not be used any more.
         config: Configuration of the model.
         sizes: Numbers of layers, heads and features.
+        dtype: Type of the keys and values that the kernels read, torch.float32 or torch.bfloat16.
 
     Attributes:
         length: Number of tokens.
     """
 
-    def __init__(self, cache: DynamicCache, config: Any, sizes: dict[str, int]) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        cache: DynamicCache,
+        config: Any,  # noqa: ANN401
+        sizes: dict[str, int],
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__(config=config)
-        self._config, self._sizes = config, sizes
+        self._config, self._sizes, self._memory_dtype = config, sizes, dtype
         self._memory: Tensor | None = None  # (layers, 2, sequences, heads, capacity, features)
         self._dtype = torch.float32  # of keys and values outside of the kernels
         self.length = 0
@@ -294,7 +309,7 @@ class KernelCache(DynamicCache):  # type: ignore[misc]  # of a package without t
         sizes = self._sizes
         capacity = length + max(_ROOM, length // 2)
         shape = (sizes["layers"], 2, sequences, sizes["memory_heads"], capacity, sizes["features"])
-        return torch.empty(shape)
+        return torch.empty(shape, dtype=self._memory_dtype)
 
     def _as_layers(self) -> None:
         """Moves all tokens to the layers of `DynamicCache`."""

@@ -20,7 +20,7 @@ from torchcram.runtime.cpu.prepare import prepare
 from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.reports import report, with_report
-from torchcram.runtime.cpu.row_matrix import INT4, RoundedLinear
+from torchcram.runtime.cpu.row_matrix import INT4, RoundedLinear, memory_dtype
 from torchcram.runtime.marking import mark_prepared_
 
 
@@ -42,7 +42,8 @@ def prepare_generation(
             torch.int8 with a scale for every output, as `int8` targets have it; or torch.int4,
             which keeps the weights of `int4` targets as they are, with a scale for every 64 or 32
             inputs, and those of other layers, such as the head, in int8. With int8 and int4,
-            activations are rounded to 8 bits, with a scale for every 64 of them.
+            activations are rounded to 8 bits, with a scale for every 64 of them. With every type
+            but float32, keys and values of earlier tokens are kept in bfloat16.
         prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
             the sparse kernels of `prepare` for prompts if that is faster with one of this size,
             and `report` tells what was done with each. It takes some seconds to measure. Norms and
@@ -127,7 +128,7 @@ def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN4
 def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Returns a model that computes prompts as `prepare_generation` computes single tokens.
 
-    Weights and activations are rounded as the kernels of this machine round them, in torch. The
+    Weights, activations, keys and values are rounded as the kernels of this machine round them. The
     model is as slow as the given one, and is for measuring what the rounding costs: perplexity is
     measured on whole windows of text, which a prepared model runs with the weights as they are.
 
@@ -149,7 +150,37 @@ def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name in names:
             layer = getattr(owner, name)
             setattr(owner, name, RoundedLinear(layer.weight, layer.bias, dtype))
+    if memory_dtype(dtype) != torch.float32:
+        for layer in rounded.model.layers:
+            layer.self_attn.register_forward_pre_hook(_round_memory, with_kwargs=True)
     return rounded  # type: ignore[no-any-return]
+
+
+class _RoundedMemory:
+    """Rounds keys and values to bfloat16 as the kernels do, in front of a cache if there is one."""
+
+    def __init__(self, cache: Any) -> None:  # noqa: ANN401
+        self.cache = cache
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Adds rounded keys and values, and returns all; see `Cache.update` of Transformers."""
+        keys, values = (part.to(torch.bfloat16).to(part.dtype) for part in (keys, values))
+        if self.cache is None:
+            return keys, values
+        return self.cache.update(keys, values, *args, **options)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self.cache, name)
+
+
+def _round_memory(
+    _attention: nn.Module,
+    args: tuple[object, ...],
+    options: dict[str, Any],
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    """Puts rounding in front of the cache of an attention layer; a hook of its forward pass."""
+    cache = _RoundedMemory(options.get("past_key_values"))
+    return args, {**options, "past_key_values": cache}
 
 
 def _require_supported(model: nn.Module) -> None:

@@ -162,6 +162,11 @@ class RoundedLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+def memory_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of the keys and values in a decoder whose weights have a type."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
 def rounds_activations() -> bool:
     """Returns whether products with values in 8 bits round activations on this machine.
 

@@ -86,14 +86,15 @@ TORCHCRAM_INLINE float fold(Vector v, Function function) {
 }
 
 // Replaces scores by exp(scale * (score - maximum)) and returns the inverse of their sum. The row
-// is padded to a whole number of vectors.
-float softmax_in_place(float* scores, int64_t keys, float scale) {
+// is padded to a whole number of vectors. Writes the maximum of scale * score / log 2.
+float softmax_in_place(float* scores, int64_t keys, float scale, float* top = nullptr) {
   for (int64_t i = keys; i % kLanes; ++i) scores[i] = -3e38f;
   Vector highest = broadcast(-3e38f);
   for (int64_t i = 0; i < keys; i += kLanes) highest = maximum(highest, load(scores + i));
   const float highest_score = fold(highest, [](float a, float b) { return a > b ? a : b; });
   scale *= 1.44269504f;  // exp(x) = 2^(x / log 2)
   const Vector shift = broadcast(highest_score * scale);
+  if (top) *top = highest_score * scale;
   Vector sum{};
   for (int64_t i = 0; i < keys; i += kLanes) {
     const Vector x = power_of_two(load(scores + i) * scale - shift);

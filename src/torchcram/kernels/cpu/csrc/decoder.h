@@ -12,6 +12,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <new>
+#include <type_traits>
 
 #if defined(TORCHCRAM_AVX512)
 #include <immintrin.h>
@@ -28,6 +29,8 @@ namespace {
 
 constexpr int64_t kMostItemRows = 128;  // rows that a thread takes at a time
 constexpr int64_t kRowsAhead = 8;       // rows whose values are fetched into the cache ahead of use
+constexpr int kMostHeads = 4;           // that read the same values at a time
+constexpr int64_t kLeastTokens = 64, kMostTokens = 256;  // that an item of attention takes
 
 constexpr unsigned bit(int64_t kind) { return 1u << kind; }
 
@@ -578,6 +581,12 @@ struct LayerWork {
   int threads;
   Inputs normed, attended, middle;
   float *x, *query, *key, *value;  // x: [sequence][hidden]; the others: [sequence][head][feature]
+  // Attention to parts of the tokens, where there are several: [sequence][head][part], each with
+  // its features, the highest score and the sum of the weights.
+  float* parts;
+  int64_t part_count, part_tokens;
+
+  int64_t part_floats() const { return step->decoder->features + kLanes; }
 };
 
 // Rows of an item: two items for every thread, unless they would be very small or large.
@@ -649,14 +658,27 @@ void rotate(float* heads, int64_t count, int64_t features, const float* cosine, 
 }
 
 // Keys or values of a sequence and a head: [token][feature].
-float* memory_of(const LayerWork& work, int64_t values, int64_t sequence, int64_t head) {
+template <class T>
+T* memory_of(const LayerWork& work, int64_t values, int64_t sequence, int64_t head) {
   const DecoderStep& step = *work.step;
   const Decoder& d = *step.decoder;
   const int64_t row =
       ((work.index * 2 + values) * step.sequences + sequence) * d.memory_heads + head;
-  return step.memory + row * step.capacity * d.features;
+  return static_cast<T*>(step.memory) + row * step.capacity * d.features;
 }
 
+void keep(const float* from, int64_t count, float* to) { memcpy(to, from, count * sizeof(float)); }
+
+void keep(const float* from, int64_t count, uint16_t* to) {  // rounds to bfloat16
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    memcpy(&bits, from + i, sizeof bits);
+    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    to[i] = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+}
+
+template <class T>
 void remember(const LayerWork& work) {
   const DecoderStep& step = *work.step;
   const Decoder& d = *step.decoder;
@@ -666,25 +688,29 @@ void remember(const LayerWork& work) {
     const float* value = work.value + s * d.memory_heads * d.features;
     rotate(key, d.memory_heads, d.features, step.cosine, step.sine);
     for (int64_t h = 0; h < d.memory_heads; ++h) {
-      const size_t bytes = d.features * sizeof(float), at = step.past * d.features;
-      memcpy(memory_of(work, 0, s, h) + at, key + h * d.features, bytes);
-      memcpy(memory_of(work, 1, s, h) + at, value + h * d.features, bytes);
+      const int64_t at = step.past * d.features;
+      keep(key + h * d.features, d.features, memory_of<T>(work, 0, s, h) + at);
+      keep(value + h * d.features, d.features, memory_of<T>(work, 1, s, h) + at);
     }
   }
 }
 
 // scores[t] = query . keys[t], for kLanes tokens at a time: a transposition adds up all lanes of
 // all tokens at once.
-void score_tokens(const float* query, const float* keys, int64_t tokens, int64_t features,
-                  float* scores) {
+template <class T>
+void score_tokens(const float* query, const T* keys, int64_t tokens, int64_t features,
+                  const T* next, float* scores) {
   const auto product = [&](int64_t token) {
-    const float* key = keys + token * features;
+    const T* key = keys + token * features;
     Vector sum{};
     for (int64_t i = 0; i < features; i += kLanes) sum += load(query + i) * load(key + i);
     return sum;
   };
   int64_t t = 0;
   for (; t + kLanes <= tokens; t += kLanes) {
+    const char* ahead = reinterpret_cast<const char*>(next + t * features);
+    for (size_t i = 0; next && i < kLanes * features * sizeof(T); i += 64)
+      __builtin_prefetch(ahead + i);
     Vector sums[kLanes];
 #pragma GCC unroll 16
     for (int j = 0; j < kLanes; ++j) sums[j] = product(t + j);
@@ -696,36 +722,103 @@ void score_tokens(const float* query, const float* keys, int64_t tokens, int64_t
   for (; t < tokens; ++t) scores[t] = fold(product(t), [](float a, float b) { return a + b; });
 }
 
-// y = factor * sum over tokens of weights[t] * values[t], for V vectors of the features.
-template <int V>
-TORCHCRAM_INLINE void weigh(const float* values, const float* weights, int64_t tokens,
-                            int64_t features, float factor, float* y) {
-  Vector sums[V] = {};
+// y[h] = factor[h] * sum over tokens of weights[h][t] * values[t], for H heads and V vectors of their
+// features.
+template <int H, int V, class T>
+TORCHCRAM_INLINE void weigh(const T* values, const float* const* weights, int64_t tokens,
+                            int64_t features, const float* factors, float* const* y, int64_t at) {
+  Vector sums[H][V] = {};
+  values += at;
   for (int64_t t = 0; t < tokens; ++t, values += features) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sums[v] += load(values + v * kLanes) * weights[t];
-  }
+    for (int v = 0; v < V; ++v) {
+      const Vector value = load(values + v * kLanes);
 #pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) store(y + v * kLanes, sums[v] * factor);
+      for (int h = 0; h < H; ++h) sums[h][v] += value * weights[h][t];
+    }
+  }
+  for (int h = 0; h < H; ++h)
+    for (int v = 0; v < V; ++v) store(y[h] + at + v * kLanes, sums[h][v] * factors[h]);
 }
 
+template <int H, class T>
+void weigh_values(const T* values, const float* const* weights, int64_t tokens, int64_t features,
+                  const float* factors, float* const* y) {
+  constexpr int V = kRegisters >= 32 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + V * kLanes <= features; i += V * kLanes)
+    weigh<H, V>(values, weights, tokens, features, factors, y, i);
+  for (; i < features; i += kLanes)
+    weigh<H, 1>(values, weights, tokens, features, factors, y, i);
+}
+
+// Attends to a part of the tokens, with all heads that share keys and values: these are read once.
+template <class T>
 void attend(const void* data, int64_t item) {
   const LayerWork& work = *static_cast<const LayerWork*>(data);
   const DecoderStep& step = *work.step;
   const Decoder& d = *step.decoder;
-  const int64_t sequence = item / d.heads, head = item % d.heads, tokens = step.past + 1;
-  const int64_t shared = head / (d.heads / d.memory_heads);
-  const float* value = memory_of(work, 1, sequence, shared);
-  float* scores = scratch(4, tokens + kLanes);
-  score_tokens(work.query + item * d.features, memory_of(work, 0, sequence, shared), tokens,
-               d.features, scores);
-  const float inverse = softmax_in_place(scores, tokens, d.scale);
-  float* y = floats(work.attended) + sequence * work.attended.stride + head * d.features;
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= d.features; i += 4 * kLanes)
-    weigh<4>(value + i, scores, tokens, d.features, inverse, y + i);
-  for (; i < d.features; i += kLanes)
-    weigh<1>(value + i, scores, tokens, d.features, inverse, y + i);
+  const int64_t part = item % work.part_count, of_memory = item / work.part_count;
+  const int64_t sequence = of_memory / d.memory_heads, shared = of_memory % d.memory_heads;
+  const int64_t first = part * work.part_tokens, heads = d.heads / d.memory_heads;
+  const int64_t tokens = std::min(work.part_tokens, step.past + 1 - first);
+  const T* keys = memory_of<T>(work, 0, sequence, shared) + first * d.features;
+  const T* values = memory_of<T>(work, 1, sequence, shared) + first * d.features;
+  const int64_t row_floats = (tokens + kLanes - 1) / kLanes * kLanes;
+  float *memory = scratch(4, kMostHeads * row_floats), *scores[kMostHeads], *y[kMostHeads];
+  for (int64_t first_head = 0; first_head < heads; first_head += kMostHeads) {
+    const int count = int(std::min(heads - first_head, int64_t(kMostHeads)));
+    float factors[kMostHeads];
+    for (int h = 0; h < count; ++h) {
+      const int64_t head = shared * heads + first_head + h, row = sequence * d.heads + head;
+      scores[h] = memory + h * row_floats;
+      y[h] = work.parts + (row * work.part_count + part) * work.part_floats();
+      if (work.part_count == 1)
+        y[h] = floats(work.attended) + sequence * work.attended.stride + head * d.features;
+      float top;
+      score_tokens(work.query + row * d.features, keys, tokens, d.features,
+                   first_head + h == 0 ? values : nullptr, scores[h]);
+      factors[h] = softmax_in_place(scores[h], tokens, d.scale, &top);
+      if (work.part_count == 1) continue;
+      y[h][d.features] = top;
+      y[h][d.features + 1] = 1.0f / factors[h];
+    }
+    const auto weigh_all = [&](auto number) {
+      weigh_values<number.value>(values, scores, tokens, d.features, factors, y);
+    };
+    if (count == 4)
+      weigh_all(std::integral_constant<int, 4>());
+    else if (count == 3)
+      weigh_all(std::integral_constant<int, 3>());
+    else if (count == 2)
+      weigh_all(std::integral_constant<int, 2>());
+    else
+      weigh_all(std::integral_constant<int, 1>());
+  }
+}
+
+// The mean of all parts, with the weights that the softmax over all tokens gives them.
+void join_parts(const LayerWork& work) {
+  const DecoderStep& step = *work.step;
+  const int64_t features = step.decoder->features, heads = step.decoder->heads;
+  for (int64_t row = 0; work.part_count > 1 && row < step.sequences * heads; ++row) {
+    float* parts = work.parts + row * work.part_count * work.part_floats();
+    float *y = floats(work.attended) + row / heads * work.attended.stride + row % heads * features;
+    float top = parts[features], sum = 0.0f;
+    for (int64_t p = 1; p < work.part_count; ++p)
+      top = std::max(top, parts[p * work.part_floats() + features]);
+    for (int64_t p = 0; p < work.part_count; ++p) {
+      float* part = parts + p * work.part_floats();
+      part[features] = std::exp2(part[features] - top) * part[features + 1];
+      sum += part[features];
+    }
+    memset(y, 0, features * sizeof(float));
+    for (int64_t p = 0; p < work.part_count; ++p) {
+      const float *part = parts + p * work.part_floats(), weight = part[features] / sum;
+      for (int64_t i = 0; i < features; i += kLanes)
+        store(y + i, load(y + i) + load(part + i) * weight);
+    }
+  }
 }
 
 // x += W y, for the rows of an item.
@@ -783,6 +876,10 @@ void lead(const DecoderStep& step, Crew& crew, int threads) {
   work.query = memory += n * d.hidden;
   work.key = memory += n * wide;
   work.value = memory + n * narrow;
+  const int64_t tokens = step.past + 1, even = (tokens / (8 * threads) + kLanes) / kLanes * kLanes;
+  work.part_tokens = std::min(std::max(even, kLeastTokens), kMostTokens);
+  work.part_count = (tokens + work.part_tokens - 1) / work.part_tokens;
+  work.parts = scratch(1, n * d.heads * work.part_count * work.part_floats());
   memcpy(work.x, step.input, n * d.hidden * sizeof(float));
   unsigned kinds = 0;
   for (int64_t i = 0; i < d.layers; ++i) {
@@ -795,8 +892,10 @@ void lead(const DecoderStep& step, Crew& crew, int threads) {
     normalize_all(work, work.layer->norm_before);
     arrange(work.normed, n, kinds);
     crew.run(project, &work, items(wide, threads) + 2 * items(narrow, threads));
-    remember(work);
-    crew.run(attend, &work, n * d.heads);
+    step.bfloats ? remember<uint16_t>(work) : remember<float>(work);
+    crew.run(step.bfloats ? attend<uint16_t> : attend<float>, &work,
+             n * d.memory_heads * work.part_count);
+    join_parts(work);
     arrange(work.attended, n, kinds);
     crew.run(project_back, &work, items(d.hidden, threads));
     normalize_all(work, work.layer->norm_between);

@@ -247,7 +247,8 @@ struct Decoder {
 struct DecoderStep {
   const Decoder* decoder;
   int64_t sequences, past, capacity;
-  float* memory;               // [layer][keys, values][sequence][head][capacity][feature]
+  int64_t bfloats;             // whether keys and values are bfloat16, and not float32
+  void* memory;                // [layer][keys, values][sequence][head][capacity][feature]
   const float *cosine, *sine;  // [feature]
   const float* input;          // [sequence][hidden]
   float* output;               // [sequence][hidden]

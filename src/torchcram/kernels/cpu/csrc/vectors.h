@@ -5,6 +5,7 @@
 #include <cstring>
 
 #if defined(TORCHCRAM_AVX512)
+#include <immintrin.h>
 #define TORCHCRAM_LANES 16
 #elif defined(TORCHCRAM_AVX2)
 #define TORCHCRAM_LANES 8
@@ -28,6 +29,15 @@ typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 TORCHCRAM_INLINE Vector load(const float* from) {
   return *reinterpret_cast<const Unaligned*>(from);
+}
+TORCHCRAM_INLINE Vector load(const uint16_t* from) {  // bfloat16
+#if defined(TORCHCRAM_AVX512)
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+  return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Ints) << 16);
+#endif
 }
 TORCHCRAM_INLINE void store(float* to, Vector v) { *reinterpret_cast<Unaligned*>(to) = v; }
 TORCHCRAM_INLINE Vector broadcast(float value) { return Vector{} + value; }
