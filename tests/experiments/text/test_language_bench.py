@@ -117,7 +117,7 @@ def test_every_engine_generates_with_every_model(prepared):
 @needs_kernels
 def test_weights_of_4_bits_are_kept_where_a_target_has_them(prepared):
     recipe, _, model = prepared
-    found = candidates(recipe, model, "int4:g32")
+    found = candidates(recipe, model, "int4")
     result, _ = measured(prepared, found, engines=("torchcram", "torchcram-int4"), tokens=3)
     dense, rounded = (
         result.timing(target, "torchcram-int4", 1) for target in ("dense", "int4:g32")
