@@ -246,7 +246,7 @@ def _four_bits(weight: Tensor, tolerance: float, size: int) -> _Rounded | None:
 
     Args:
         weight: Weight in float32, with a multiple of `size` inputs.
-        tolerance: How far from integers they may be.
+        tolerance: Largest difference between a value over its scale and an integer.
         size: Number of inputs that share a scale.
     """
     blocks = weight.unflatten(1, (-1, size))
