@@ -16,6 +16,7 @@ MOST_VECTORS = 4
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # missing in the types of torch
 _BITS = 64  # inputs per mask
 _MIDDLE = 8  # is added to integers of 4 bits
+_ROWS = 1024  # that are packed in 4 bits at a time
 _SLACK = 64  # bytes that the kernels may read beyond the last value
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, INT4: 3}  # or 4 for INT4
 _DENSE = {torch.float32: 0.97, torch.bfloat16: 0.94, torch.int8: 0.88, INT4: 0.75}
@@ -249,20 +250,34 @@ def _four_bits(weight: Tensor, tolerance: float, size: int) -> _Rounded | None:
         tolerance: Largest difference between a value over its scale and an integer.
         size: Number of inputs that share a scale.
     """
-    blocks = weight.unflatten(1, (-1, size))
-    top = blocks.abs().amax(2, keepdim=True)
-    values, scales = torch.zeros_like(blocks), torch.zeros_like(top)
-    missing = torch.ones_like(top, dtype=torch.bool)
+    found = []
+    for rows in weight.split(_ROWS):
+        if (integers := _integers_and_scales(rows.unflatten(1, (-1, size)), tolerance)) is None:
+            return None
+        found.append(integers)
+    values, scales = map(torch.cat, zip(*found, strict=True))
+    return _Rounded(INT4, values.flatten(1), block_scales=scales)
+
+
+def _integers_and_scales(blocks: Tensor, tolerance: float) -> tuple[Tensor, Tensor] | None:
+    """Returns integers from -8 to 7 of the shape of the blocks, and scales; None if there are none.
+
+    Args:
+        blocks: Blocks of a weight along the last dimension.
+        tolerance: Largest difference between a value over its scale and an integer.
+    """
+    rows = blocks.flatten(0, -2)
+    values, scales, left = torch.empty_like(rows), rows.abs().amax(1), torch.arange(len(rows))
     for largest in (*range(_MIDDLE - 1, 0, -1), _MIDDLE, -_MIDDLE):  # only -8 has 4 bits, 8 has not
-        scale = top / largest
-        integers = blocks / torch.where(top == 0, 1, scale)
-        near = integers.round().clamp(-_MIDDLE, _MIDDLE - 1)
-        fits = ((integers - near).abs().amax(2, keepdim=True) <= tolerance) & missing
-        values, scales = torch.where(fits, near, values), torch.where(fits, scale, scales)
-        missing &= ~fits
-    if bool(missing.any()):
-        return None
-    return _Rounded(INT4, values.flatten(1), block_scales=scales.squeeze(2).contiguous())
+        scale = scales[left] / largest
+        integers = rows[left] / torch.where(scale == 0, 1, scale).unsqueeze(1)
+        near = integers.round().clamp_(-_MIDDLE, _MIDDLE - 1)
+        fits = integers.sub_(near).abs_().amax(1) <= tolerance
+        values[left[fits]], scales[left[fits]] = near[fits], scale[fits]
+        left = left[~fits]
+        if not len(left):
+            return values.view(blocks.shape), scales.view(blocks.shape[:-1])
+    return None
 
 
 def _packed_values(rounded: _Rounded, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,8 +285,19 @@ def _packed_values(rounded: _Rounded, kept: Tensor) -> tuple[Tensor, Tensor]:
     values, dtype = rounded.values, rounded.dtype
     if rounded.block_scales is None:
         return values[kept].to(dtype), kept.sum(1) * dtype.itemsize
+    parts = (tensor.split(_ROWS) for tensor in (values, rounded.block_scales, kept))
+    packed, sizes = zip(*map(_packed_halves, *parts), strict=True)
+    return torch.cat(packed), torch.cat(sizes)
+
+
+def _packed_halves(values: Tensor, scales: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales and integers of 4 bits as the kernels read them, and the bytes of a row."""
     counts = kept.unflatten(1, (-1, _BITS)).sum(2)  # of every 64 inputs of an output
-    scales = rounded.block_scales.view(counts.numel(), -1).view(torch.uint8)
+    scales = scales.reshape(counts.numel(), -1).view(torch.uint8)
+    if bool(kept.all()):
+        pairs = (values + _MIDDLE).to(torch.uint8).view(len(scales), -1, 2)
+        packed = torch.cat((scales, pairs[..., 0] | pairs[..., 1] << 4), dim=1)
+        return packed.flatten(), torch.full((len(values),), packed.numel() // len(values))
     sizes = scales.shape[1] + (counts + 1) // 2
     starts = _starts(sizes.flatten())
     packed = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
