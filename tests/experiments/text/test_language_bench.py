@@ -122,7 +122,7 @@ def test_weights_of_4_bits_are_kept_where_a_target_has_them(prepared):
     dense, rounded = (result.timing(each.target, "torchcram-int4", 1) for each in found)
     assert dense.token is None
     assert dense.perplexity is None
-    assert dense.note.startswith("no layer of the decoder has weights of 4 bits")
+    assert dense.note.startswith("no layer of the decoder has symmetric weights of 4 bits")
     assert rounded.token.rounds == 1
     inner = CausalModel(round_for_generation(found[1].model.model, torch.int4))
     assert rounded.perplexity == pytest.approx(perplexity(prepared, inner))

@@ -364,8 +364,32 @@ def test_models_without_weights_of_4_bits_are_not_prepared_for_them(target):
     model = language_model()
     if target:
         compress_(model.model, target)
-    with pytest.raises(ValueError, match="no layer of the decoder has weights of 4 bits"):
-        prepare_generation(model, torch.int4)
+    for refuse in (prepare_generation, round_for_generation):
+        with pytest.raises(ValueError, match="no layer of the decoder has symmetric weights of 4"):
+            refuse(model, torch.int4)
+
+
+@pytest.mark.filterwarnings("ignore:int4 takes one scale")
+def test_layers_without_weights_of_4_bits_are_named():
+    model = language_model()
+    compress_(model.model.layers[0].mlp, "int4")
+    message = r"11 of 14 layers .* in torch\.int8: model\.layers\.0\.self_attn\.q_proj, .* and 3"
+    with pytest.warns(UserWarning, match=message):
+        fast = prepare_generation(model, torch.int4)
+    assert [layer.dtype == torch.int4 for layer in fast.model.packed].count(True) == 3
+
+
+def test_small_scales_of_float16_do_not_hide_4_bits():
+    weight = torch.randint(-7, 8, (64, 128)).float() * 0.01
+    weight[3, :64] = torch.randint(-7, 8, (64,)).float() * 3.3e-6  # below the normal numbers
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert RowLinear(weight.to(dtype), None, torch.int4).dtype == torch.int4
+
+
+@pytest.mark.parametrize("dtype", ["int4", torch.float16, None])
+def test_other_types_are_refused_before_anything_is_measured(dtype):
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, got"):
+        prepare_generation(language_model(), dtype, prompt=torch.ones(1, 0).int())
 
 
 def test_copies_and_pickles_generate_the_same():
@@ -560,3 +584,6 @@ def test_rounded_prompts_have_the_scores_of_single_tokens(dtype, target):
     assert apart.max() < 0.05  # an activation between two integers may be rounded to either
     exact, _ = logits_of(model, [ids])
     assert (exact - expected).abs().max() > 5e-3  # rounding is seen
+    half, _ = logits_of(round_for_generation(copy.deepcopy(model).bfloat16(), dtype), [ids])
+    assert half.dtype == torch.float32
+    assert (half - expected).abs().max() < 0.2 * expected.abs().max()

@@ -204,10 +204,6 @@ class GeneratingDecoder(nn.Module):
         cache.length = past + 1
         return BaseModelOutputWithPast(last_hidden_state=y.unsqueeze(1), past_key_values=cache)
 
-    def has_weights_in(self, dtype: torch.dtype) -> bool:
-        """Returns whether any layer keeps its weights in a type for single tokens."""
-        return any(isinstance(layer, RowLinear) and layer.dtype == dtype for layer in self.packed)
-
     def _decoder(self) -> _DecoderStruct:
         """Returns the description of the layers for the kernels."""
         if self._struct is None:

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from torchcram.kernels.cpu.library import kernels
+from torchcram.messages import list_names, warn_caller
 from torchcram.runtime.cpu.decoder_check import find_difference
 from torchcram.runtime.cpu.prepare import prepare
 from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.reports import report, with_report
-from torchcram.runtime.cpu.row_matrix import INT4, RoundedLinear, memory_dtype
+from torchcram.runtime.cpu.row_matrix import (
+    INT4,
+    RoundedLinear,
+    has_four_bits,
+    memory_dtype,
+    require_dtype,
+)
 from torchcram.runtime.marking import mark_prepared_
 
 
@@ -41,9 +48,10 @@ def prepare_generation(
         dtype: Type that weights are kept in for single tokens: torch.float32; torch.bfloat16;
             torch.int8 with a scale for every output, as `int8` targets have it; or torch.int4,
             which keeps the weights of `int4` targets as they are, with a scale for every 64 or 32
-            inputs, and those of other layers, such as the head, in int8. With int8 and int4,
-            activations are rounded to 8 bits, with a scale for every 64 of them. With every type
-            but float32, keys and values of earlier tokens are kept in bfloat16.
+            inputs, and the head in int8. Other layers of the decoder are kept in int8, too, with a
+            warning. With int8 and int4, activations are rounded to 8 bits, with a scale for every
+            64 of them. With every type but float32, keys and values of earlier tokens are kept in
+            bfloat16.
         prompt: Example of a prompt, token numbers of the shape (sequences, tokens). Layers get
             the sparse kernels of `prepare` for prompts if that is faster with one of this size,
             and `report` tells what was done with each. It takes some seconds to measure. Norms and
@@ -54,7 +62,11 @@ def prepare_generation(
             torch.int4, also if no layer of the decoder has weights of at most 4 bits.
         RuntimeError: If the kernels have not been built.
     """
-    return with_single_tokens(prepare_prompts(model, prompt), model, dtype)
+    require_dtype(dtype)
+    _require_supported(model)
+    if dtype == INT4:
+        _require_four_bits(model)
+    return with_single_tokens(_copy_for_prompts(model, prompt), model, dtype)
 
 
 def prepare_prompts(
@@ -73,6 +85,12 @@ def prepare_prompts(
         RuntimeError: If the kernels have not been built.
     """
     _require_supported(model)
+    return _copy_for_prompts(model, prompt, share_weights=share_weights)
+
+
+def _copy_for_prompts(
+    model: nn.Module, prompt: Tensor | None, *, share_weights: bool = False
+) -> nn.Module:
     fast = _frozen_copy(model, share_weights=share_weights)
     if prompt is None:
         return fast  # type: ignore[no-any-return]
@@ -92,21 +110,46 @@ def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype
         dtype: Type that weights are kept in for single tokens, as `prepare_generation` takes it.
 
     Raises:
-        ValueError: If the type is torch.int4 and no layer of the decoder has weights of 4 bits.
+        ValueError: If the type is another, or is torch.int4 and no layer of the decoder has weights
+            of 4 bits.
     """
     from torchcram.runtime.cpu.decoder import FewTokens, GeneratingDecoder
 
     fast, source = copy.copy(prepared), cast("Any", model)
     fast._modules = dict(prepared._modules)
+    if dtype == INT4:
+        _require_four_bits(model)
     fast.model = decoder = GeneratingDecoder(prepared.model, source.model, dtype)
-    if dtype == INT4 and not decoder.has_weights_in(dtype):
-        raise ValueError(
-            "no layer of the decoder has weights of 4 bits, with a scale for every output or for a "
-            "multiple of 32 inputs: compress the model to int4:g64, say, or use torch.int8"
+    names = [name for name, _ in _linear_layers(model)]
+    packed = zip(names, decoder.packed, strict=True)
+    if others := [name for name, layer in packed if getattr(layer, "dtype", None) != dtype]:
+        warn_caller(
+            f"{len(others)} of {len(names)} layers of the decoder have weights of more than 4 bits "
+            f"and are kept in torch.int8: {list_names(others)}"
         )
     fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
     mark_prepared_(fast, model)
     return fast
+
+
+def _linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:  # noqa: ANN401
+    """Returns the Linear layers of a decoder, with their names, in the order of their use."""
+    return [
+        (f"model.layers.{number}.{part}.{name}", getattr(getattr(layer, part), name))
+        for number, layer in enumerate(model.model.layers)
+        for part, names in (("self_attn", ATTENTION), ("mlp", FEED_FORWARD))
+        for name in names
+    ]
+
+
+def _require_four_bits(model: nn.Module) -> None:
+    """Raises an error if no layer of a decoder has weights of 4 bits."""
+    if not any(has_four_bits(layer.weight) for _, layer in _linear_layers(model)):
+        raise ValueError(
+            "no layer of the decoder has symmetric weights of 4 bits, with one scale per output or "
+            "per group of inputs whose size is a multiple of 32: compress the model to int4:g64, "
+            "say, or use torch.int8"
+        )
 
 
 def _prepare_prompts_(model: Any, prompt: Tensor) -> list[Choice]:  # noqa: ANN401
@@ -142,7 +185,10 @@ def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         RuntimeError: If the kernels have not been built.
     """
     _require_supported(model)
-    rounded = _frozen_copy(model, share_weights=True)
+    if dtype == INT4:
+        _require_four_bits(model)
+    # the method of Transformers refuses models that were read from GGUF files
+    rounded: Any = nn.Module.float(_frozen_copy(model, share_weights=True))
     owners: list[tuple[Any, tuple[str, ...]]] = [(rounded, ("lm_head",))]
     for layer in rounded.model.layers:
         owners += [(layer.self_attn, ATTENTION), (layer.mlp, FEED_FORWARD)]
@@ -170,6 +216,8 @@ class _RoundedMemory:
         return self.cache.update(keys, values, *args, **options)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        if name == "cache":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.cache, name)
 
 

@@ -65,9 +65,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        if dtype not in _KINDS:
-            allowed = ", ".join(map(str, _KINDS))
-            raise ValueError(f"dtype must be one of {allowed}, got {dtype}")
+        require_dtype(dtype)
         if not bool(torch.isfinite(weight).all()):
             raise ValueError("a weight is NaN or infinite and cannot be packed")
         self.out_features, self.in_features = weight.shape
@@ -75,7 +73,7 @@ class RowLinear(nn.Module):
         self.dtype, self.kind = rounded.dtype, rounded.kind
         kept = rounded.values != 0
         masked = int(kept.sum()) <= _DENSE[self.dtype] * weight.numel()
-        values, sizes = _packed_values(rounded, kept if masked else torch.ones_like(kept))
+        values, sizes = _packed_values(rounded, kept if masked else None)
         self.register_buffer("values", _with_slack(values))
         self.register_buffer("starts", _starts(sizes))
         self.register_buffer("masks", _packed_bits(kept) if masked else None)
@@ -163,6 +161,22 @@ class RoundedLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+def require_dtype(dtype: torch.dtype) -> None:
+    """Checks that values can be kept in a type.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if dtype not in _KINDS:
+        allowed = ", ".join(map(str, _KINDS))
+        raise ValueError(f"dtype must be one of {allowed}, got {dtype!r}")
+
+
+def has_four_bits(weight: Tensor) -> bool:
+    """Returns whether `RowLinear` can keep a weight in torch.int4."""
+    return _rounded(weight, INT4).dtype == INT4
+
+
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the type of the keys and values in a decoder whose weights have a type."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
@@ -226,11 +240,10 @@ class _Rounded(NamedTuple):
 
 def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
     """Returns a weight rounded to a type, or to int8 if int4 is asked for and does not fit."""
-    tolerance = 1e-5 + 8 * torch.finfo(weight.dtype).eps  # of integers up to 7 times a scale
-    weight = weight.detach().to("cpu", torch.float32)
+    given, weight = weight.dtype, weight.detach().to("cpu", torch.float32)
     weight = nn.functional.pad(weight, (0, -weight.shape[1] % _BITS))
     for size in (_BITS, _BITS // 2) if dtype == INT4 else ():
-        if (four := _four_bits(weight, tolerance, size)) is not None:
+        if (four := _four_bits(weight, given, size)) is not None:
             return four
     if dtype.is_floating_point:
         return _Rounded(dtype, weight.to(dtype).float())
@@ -239,7 +252,7 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
     return _Rounded(torch.int8, values, scales=scales)
 
 
-def _four_bits(weight: Tensor, tolerance: float, size: int) -> _Rounded | None:
+def _four_bits(weight: Tensor, given: torch.dtype, size: int) -> _Rounded | None:
     """Returns a weight whose values are integers times a scale; None if they have more bits.
 
     The largest integer of a block may be any from 1 to 8: a weight that was quantized with a scale
@@ -247,32 +260,35 @@ def _four_bits(weight: Tensor, tolerance: float, size: int) -> _Rounded | None:
 
     Args:
         weight: Weight in float32, with a multiple of `size` inputs.
-        tolerance: Largest difference between a value over its scale and an integer.
+        given: Type that the weight has been rounded to before.
         size: Number of inputs that share a scale.
     """
     found = []
     for rows in weight.split(_ROWS):
-        if (integers := _integers_and_scales(rows.unflatten(1, (-1, size)), tolerance)) is None:
+        if (integers := _integers_and_scales(rows.unflatten(1, (-1, size)), given)) is None:
             return None
         found.append(integers)
     values, scales = map(torch.cat, zip(*found, strict=True))
     return _Rounded(INT4, values.flatten(1), block_scales=scales)
 
 
-def _integers_and_scales(blocks: Tensor, tolerance: float) -> tuple[Tensor, Tensor] | None:
+def _integers_and_scales(blocks: Tensor, given: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """Returns integers from -8 to 7 of the shape of the blocks, and scales; None if there are none.
 
     Args:
-        blocks: Blocks of a weight along the last dimension.
-        tolerance: Largest difference between a value over its scale and an integer.
+        blocks: Blocks of a weight along the last dimension, in float32.
+        given: Type that the weight has been rounded to before.
     """
+    info = torch.finfo(given)
+    relative, absolute = 1e-5 + 8 * info.eps, 2 * info.eps * info.smallest_normal
     rows = blocks.flatten(0, -2)
     values, scales, left = torch.empty_like(rows), rows.abs().amax(1), torch.arange(len(rows))
     for largest in (*range(_MIDDLE - 1, 0, -1), _MIDDLE, -_MIDDLE):  # only -8 has 4 bits, 8 has not
         scale = scales[left] / largest
         integers = rows[left] / torch.where(scale == 0, 1, scale).unsqueeze(1)
         near = integers.round().clamp_(-_MIDDLE, _MIDDLE - 1)
-        fits = integers.sub_(near).abs_().amax(1) <= tolerance
+        apart = integers.sub_(near).abs_().amax(1) * scale.abs()
+        fits = apart <= relative * scale.abs() + absolute
         values[left[fits]], scales[left[fits]] = near[fits], scale[fits]
         left = left[~fits]
         if not len(left):
@@ -280,24 +296,39 @@ def _integers_and_scales(blocks: Tensor, tolerance: float) -> tuple[Tensor, Tens
     return None
 
 
-def _packed_values(rounded: _Rounded, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the kept values of a weight one after another, and the bytes of every output."""
+def _packed_values(rounded: _Rounded, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns values one after another, and the bytes of every output.
+
+    Args:
+        rounded: Weight.
+        kept: Values to keep; None for all.
+    """
     values, dtype = rounded.values, rounded.dtype
     if rounded.block_scales is None:
-        return values[kept].to(dtype), kept.sum(1) * dtype.itemsize
-    parts = (tensor.split(_ROWS) for tensor in (values, rounded.block_scales, kept))
-    packed, sizes = zip(*map(_packed_halves, *parts), strict=True)
-    return torch.cat(packed), torch.cat(sizes)
+        values = values.to(dtype)
+        sizes = torch.full((len(values),), values.shape[1]) if kept is None else kept.sum(1)
+        return values.flatten() if kept is None else values[kept], sizes * dtype.itemsize
+    parts = [tensor.split(_ROWS) for tensor in (values, rounded.block_scales)]
+    if kept is None:
+        packed = map(_packed_pairs, *parts)
+    else:
+        packed = map(_packed_halves, *parts, kept.split(_ROWS))
+    bits, lengths = zip(*packed, strict=True)
+    return torch.cat(bits), torch.cat(lengths)
+
+
+def _packed_pairs(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales and all integers of 4 bits as the kernels read them, and bytes of rows."""
+    pairs = (values + _MIDDLE).to(torch.uint8).view(values.numel() // _BITS, -1, 2)
+    scales = scales.reshape(len(pairs), -1).view(torch.uint8)
+    packed = torch.cat((scales, pairs[..., 0] | pairs[..., 1] << 4), dim=1).view(len(values), -1)
+    return packed.flatten(), torch.full((len(values),), packed.shape[1])
 
 
 def _packed_halves(values: Tensor, scales: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales and integers of 4 bits as the kernels read them, and the bytes of a row."""
+    """Returns the same for the integers that are kept."""
     counts = kept.unflatten(1, (-1, _BITS)).sum(2)  # of every 64 inputs of an output
     scales = scales.reshape(counts.numel(), -1).view(torch.uint8)
-    if bool(kept.all()):
-        pairs = (values + _MIDDLE).to(torch.uint8).view(len(scales), -1, 2)
-        packed = torch.cat((scales, pairs[..., 0] | pairs[..., 1] << 4), dim=1)
-        return packed.flatten(), torch.full((len(values),), packed.numel() // len(values))
     sizes = scales.shape[1] + (counts + 1) // 2
     starts = _starts(sizes.flatten())
     packed = torch.zeros(int(sizes.sum()), dtype=torch.uint8)

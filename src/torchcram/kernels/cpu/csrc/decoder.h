@@ -31,6 +31,7 @@ constexpr int64_t kMostItemRows = 128;  // rows that a thread takes at a time
 constexpr int64_t kRowsAhead = 8;       // rows whose values are fetched into the cache ahead of use
 constexpr int kMostHeads = 4;           // that read the same values at a time
 constexpr int64_t kLeastTokens = 64, kMostTokens = 256;  // that an item of attention takes
+constexpr int64_t kManyParts = 4;  // of a text, which are worth a phase of their own to join
 
 constexpr unsigned bit(int64_t kind) { return 1u << kind; }
 
@@ -43,8 +44,8 @@ struct Inputs {
   int64_t stride;
   // For bfloat16: of every 32 numbers, those at even positions and then those at odd positions.
   float* halves;
-  // For 8 and 4 bits: numbers rounded to [-127, 127] with a scale for every 64, and -128 times the sum of
-  // every four.
+  // For 8 and 4 bits: numbers rounded to [-127, 127] with a scale for every 64, and -128 times the
+  // sum of every four.
   int8_t* bytes;
   int32_t* offsets;
   float* scales;
@@ -72,7 +73,8 @@ void multiply_unpacked_nibbles(const RowMatrix& m, const Inputs& in, int64_t row
     values += sizeof scales;
     int count = 0;
     if (Masked) {
-      for (uint64_t mask = masks[g]; mask; mask &= mask - 1) w[__builtin_ctzll(mask)] = value(count++);
+      for (uint64_t mask = masks[g]; mask; mask &= mask - 1)
+        w[__builtin_ctzll(mask)] = value(count++);
     } else {
       for (; count < kMaskBits; ++count) w[count] = value(count);
     }
@@ -708,9 +710,8 @@ void score_tokens(const float* query, const T* keys, int64_t tokens, int64_t fea
   };
   int64_t t = 0;
   for (; t + kLanes <= tokens; t += kLanes) {
-    const char* ahead = reinterpret_cast<const char*>(next + t * features);
-    for (size_t i = 0; next && i < kLanes * features * sizeof(T); i += 64)
-      __builtin_prefetch(ahead + i);
+    for (int64_t i = 0; next && i < kLanes * features; i += int64_t(64 / sizeof(T)))
+      __builtin_prefetch(next + t * features + i);
     Vector sums[kLanes];
 #pragma GCC unroll 16
     for (int j = 0; j < kLanes; ++j) sums[j] = product(t + j);
@@ -722,8 +723,8 @@ void score_tokens(const float* query, const T* keys, int64_t tokens, int64_t fea
   for (; t < tokens; ++t) scores[t] = fold(product(t), [](float a, float b) { return a + b; });
 }
 
-// y[h] = factor[h] * sum over tokens of weights[h][t] * values[t], for H heads and V vectors of their
-// features.
+// y[h] = factor[h] * sum over tokens of weights[h][t] * values[t], for H heads and V vectors of
+// their features.
 template <int H, int V, class T>
 TORCHCRAM_INLINE void weigh(const T* values, const float* const* weights, int64_t tokens,
                             int64_t features, const float* factors, float* const* y, int64_t at) {
@@ -798,26 +799,24 @@ void attend(const void* data, int64_t item) {
 }
 
 // The mean of all parts, with the weights that the softmax over all tokens gives them.
-void join_parts(const LayerWork& work) {
-  const DecoderStep& step = *work.step;
-  const int64_t features = step.decoder->features, heads = step.decoder->heads;
-  for (int64_t row = 0; work.part_count > 1 && row < step.sequences * heads; ++row) {
-    float* parts = work.parts + row * work.part_count * work.part_floats();
-    float *y = floats(work.attended) + row / heads * work.attended.stride + row % heads * features;
-    float top = parts[features], sum = 0.0f;
-    for (int64_t p = 1; p < work.part_count; ++p)
-      top = std::max(top, parts[p * work.part_floats() + features]);
-    for (int64_t p = 0; p < work.part_count; ++p) {
-      float* part = parts + p * work.part_floats();
-      part[features] = std::exp2(part[features] - top) * part[features + 1];
-      sum += part[features];
-    }
-    memset(y, 0, features * sizeof(float));
-    for (int64_t p = 0; p < work.part_count; ++p) {
-      const float *part = parts + p * work.part_floats(), weight = part[features] / sum;
-      for (int64_t i = 0; i < features; i += kLanes)
-        store(y + i, load(y + i) + load(part + i) * weight);
-    }
+void join_parts(const void* data, int64_t row) {
+  const LayerWork& work = *static_cast<const LayerWork*>(data);
+  const int64_t features = work.step->decoder->features, heads = work.step->decoder->heads;
+  float* parts = work.parts + row * work.part_count * work.part_floats();
+  float *y = floats(work.attended) + row / heads * work.attended.stride + row % heads * features;
+  float top = parts[features], sum = 0.0f;
+  for (int64_t p = 1; p < work.part_count; ++p)
+    top = std::max(top, parts[p * work.part_floats() + features]);
+  for (int64_t p = 0; p < work.part_count; ++p) {
+    float* part = parts + p * work.part_floats();
+    part[features] = std::exp2(part[features] - top) * part[features + 1];
+    sum += part[features];
+  }
+  memset(y, 0, features * sizeof(float));
+  for (int64_t p = 0; p < work.part_count; ++p) {
+    const float *part = parts + p * work.part_floats(), weight = part[features] / sum;
+    for (int64_t i = 0; i < features; i += kLanes)
+      store(y + i, load(y + i) + load(part + i) * weight);
   }
 }
 
@@ -895,7 +894,10 @@ void lead(const DecoderStep& step, Crew& crew, int threads) {
     step.bfloats ? remember<uint16_t>(work) : remember<float>(work);
     crew.run(step.bfloats ? attend<uint16_t> : attend<float>, &work,
              n * d.memory_heads * work.part_count);
-    join_parts(work);
+    if (work.part_count > kManyParts)
+      crew.run(join_parts, &work, n * d.heads);
+    else
+      for (int64_t row = 0; work.part_count > 1 && row < n * d.heads; ++row) join_parts(&work, row);
     arrange(work.attended, n, kinds);
     crew.run(project_back, &work, items(d.hidden, threads));
     normalize_all(work, work.layer->norm_between);

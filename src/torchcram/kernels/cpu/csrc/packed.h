@@ -213,8 +213,8 @@ struct GatedProduct {
 
 // A matrix for products with a few vectors, row after row: for every 64 inputs a mask, and the
 // values whose bits are set. Without masks all values are there, padded with zeros to whole masks.
-// Values of 4 bits are stored as w + 8, the first of two in the lower half of a byte; those of every
-// 64 inputs begin with a byte of their own, and before it comes their scale, a float, or with
+// Values of 4 bits are stored as w + 8, the first of two in the lower half of a byte; those of
+// every 64 inputs begin with a byte of their own, and before it comes their scale, a float, or with
 // kNibbles32 the scales of the first and of the last 32 inputs.
 constexpr int kMaskBits = 64;
 constexpr int64_t kMostSequences = 4;
