@@ -18,7 +18,8 @@ from torchcram.experiments.models.text import load_tokenizer
 
 LONGEST = 256  # tokens of an answer
 
-path, dtype = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "int8"  # float32, int4
+path = Path(sys.argv[1])
+dtype = sys.argv[2] if len(sys.argv) > 2 else "int8"  # or float32, bfloat16, int4
 if path.is_dir():  # --format transformers
     model, tokenizer = (
         kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer)
