@@ -263,12 +263,12 @@ def _four_bits(weight: Tensor, given: torch.dtype, size: int) -> _Rounded | None
         given: Type that the weight has been rounded to before.
         size: Number of inputs that share a scale.
     """
-    found = []
+    parts = []
     for rows in weight.split(_ROWS):
         if (integers := _integers_and_scales(rows.unflatten(1, (-1, size)), given)) is None:
             return None
-        found.append(integers)
-    values, scales = map(torch.cat, zip(*found, strict=True))
+        parts.append(integers)
+    values, scales = map(torch.cat, zip(*parts, strict=True))
     return _Rounded(INT4, values.flatten(1), block_scales=scales)
 
 
