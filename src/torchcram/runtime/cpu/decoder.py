@@ -12,12 +12,12 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchcram.kernels.cpu.library import kernels
-from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS
+from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, linear_layers
 from torchcram.runtime.cpu.row_matrix import (
     MOST_VECTORS,
     RowLinear,
     RowMatrixStruct,
-    memory_dtype,
+    cache_dtype,
 )
 
 _ROOM = 256  # tokens that the memory grows by, at least
@@ -119,15 +119,12 @@ class GeneratingDecoder(nn.Module):
             "features": len(attention.q_proj.weight) // config.num_attention_heads,
             "middle": config.intermediate_size,
         }
-        self.memory_dtype = memory_dtype(dtype)
-        self.packed = nn.ModuleList()
+        self.cache_dtype = cache_dtype(dtype)
+        self.packed = nn.ModuleList(
+            RowLinear(layer.weight, layer.bias, dtype) for _, layer in linear_layers(source)
+        )
         self.norms: list[Tensor] = []
         for layer in source.layers:
-            owners = ((layer.self_attn, ATTENTION), (layer.mlp, FEED_FORWARD))
-            for owner, names in owners:
-                for name in names:
-                    old = getattr(owner, name)
-                    self.packed.append(RowLinear(old.weight, old.bias, dtype))
             self.norms += [getattr(layer, name).weight.detach().float() for name in NORMS]
         self.norms.append(source.norm.weight.detach().float())
         self.eps = float(source.norm.variance_epsilon)
@@ -183,7 +180,7 @@ class GeneratingDecoder(nn.Module):
     @torch.inference_mode()
     def _next_token(self, input_ids: Tensor, cache: Any) -> BaseModelOutputWithPast:  # noqa: ANN401
         if not isinstance(cache, KernelCache):
-            cache = KernelCache(cache, self.dense.config, self.sizes, self.memory_dtype)
+            cache = KernelCache(cache, self.dense.config, self.sizes, self.cache_dtype)
         x = self.dense.embed_tokens(input_ids)[:, 0].float().contiguous()
         past = cache.get_seq_length()
         positions = torch.full((1, 1), past)

@@ -18,14 +18,20 @@ from torchcram.kernels.cpu.library import kernels
 from torchcram.messages import list_names, warn_caller
 from torchcram.runtime.cpu.decoder_check import find_difference
 from torchcram.runtime.cpu.prepare import prepare
-from torchcram.runtime.cpu.prompt_layers import ATTENTION, FEED_FORWARD, NORMS, fuse_prompt_layers_
+from torchcram.runtime.cpu.prompt_layers import (
+    ATTENTION,
+    FEED_FORWARD,
+    NORMS,
+    fuse_prompt_layers_,
+    linear_layers,
+)
 from torchcram.runtime.cpu.replace_layers import Choice
 from torchcram.runtime.cpu.reports import report, with_report
 from torchcram.runtime.cpu.row_matrix import (
     INT4,
     RoundedLinear,
+    cache_dtype,
     has_four_bits,
-    memory_dtype,
     require_dtype,
 )
 from torchcram.runtime.marking import mark_prepared_
@@ -119,32 +125,23 @@ def with_single_tokens(prepared: nn.Module, model: nn.Module, dtype: torch.dtype
     fast._modules = dict(prepared._modules)
     if dtype == INT4:
         _require_four_bits(model)
-    fast.model = decoder = GeneratingDecoder(prepared.model, source.model, dtype)
-    names = [name for name, _ in _linear_layers(model)]
-    packed = zip(names, decoder.packed, strict=True)
-    if others := [name for name, layer in packed if getattr(layer, "dtype", None) != dtype]:
-        warn_caller(
-            f"{len(others)} of {len(names)} layers of the decoder have weights of more than 4 bits "
-            f"and are kept in torch.int8: {list_names(others)}"
-        )
+    fast.model = GeneratingDecoder(prepared.model, source.model, dtype)
+    if dtype == INT4:
+        names = [f"model.{name}" for name, _ in linear_layers(source.model)]
+        packed = zip(names, fast.model.packed, strict=True)
+        if others := [name for name, layer in packed if layer.dtype != dtype]:
+            warn_caller(
+                f"{len(others)} of {len(names)} layers of the decoder have weights of more than 4 "
+                f"bits and are kept in torch.int8: {list_names(others)}"
+            )
     fast.lm_head = FewTokens(cast("nn.Linear", prepared.lm_head), dtype)
     mark_prepared_(fast, model)
     return fast
 
 
-def _linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:  # noqa: ANN401
-    """Returns the Linear layers of a decoder, with their names, in the order of their use."""
-    return [
-        (f"model.layers.{number}.{part}.{name}", getattr(getattr(layer, part), name))
-        for number, layer in enumerate(model.model.layers)
-        for part, names in (("self_attn", ATTENTION), ("mlp", FEED_FORWARD))
-        for name in names
-    ]
-
-
-def _require_four_bits(model: nn.Module) -> None:
+def _require_four_bits(model: Any) -> None:  # noqa: ANN401
     """Raises an error if no layer of a decoder has weights of 4 bits."""
-    if not any(has_four_bits(layer.weight) for _, layer in _linear_layers(model)):
+    if not any(has_four_bits(layer.weight) for _, layer in linear_layers(model.model)):
         raise ValueError(
             "no layer of the decoder has symmetric weights of 4 bits, with one scale per output or "
             "per group of inputs whose size is a multiple of 32: compress the model to int4:g64, "
@@ -189,20 +186,16 @@ def round_for_generation(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         _require_four_bits(model)
     # the method of Transformers refuses models that were read from GGUF files
     rounded: Any = nn.Module.float(_frozen_copy(model, share_weights=True))
-    owners: list[tuple[Any, tuple[str, ...]]] = [(rounded, ("lm_head",))]
-    for layer in rounded.model.layers:
-        owners += [(layer.self_attn, ATTENTION), (layer.mlp, FEED_FORWARD)]
-    for owner, names in owners:
-        for name in names:
-            layer = getattr(owner, name)
-            setattr(owner, name, RoundedLinear(layer.weight, layer.bias, dtype))
-    if memory_dtype(dtype) != torch.float32:
+    layers = [(f"model.{name}", layer) for name, layer in linear_layers(rounded.model)]
+    for name, layer in (*layers, ("lm_head", rounded.lm_head)):
+        rounded.set_submodule(name, RoundedLinear(layer.weight, layer.bias, dtype))
+    if cache_dtype(dtype) != torch.float32:
         for layer in rounded.model.layers:
-            layer.self_attn.register_forward_pre_hook(_round_memory, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(_round_cached, with_kwargs=True)
     return rounded  # type: ignore[no-any-return]
 
 
-class _RoundedMemory:
+class _RoundingCache:
     """Rounds keys and values to bfloat16 as the kernels do, in front of a cache if there is one."""
 
     def __init__(self, cache: Any) -> None:  # noqa: ANN401
@@ -221,13 +214,13 @@ class _RoundedMemory:
         return getattr(self.cache, name)
 
 
-def _round_memory(
+def _round_cached(
     _attention: nn.Module,
     args: tuple[object, ...],
     options: dict[str, Any],
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
     """Puts rounding in front of the cache of an attention layer; a hook of its forward pass."""
-    cache = _RoundedMemory(options.get("past_key_values"))
+    cache = _RoundingCache(options.get("past_key_values"))
     return args, {**options, "past_key_values": cache}
 
 

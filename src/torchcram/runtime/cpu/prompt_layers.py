@@ -16,6 +16,16 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
+def linear_layers(decoder: Any) -> list[tuple[str, nn.Linear]]:  # noqa: ANN401
+    """Returns the Linear layers of a decoder with their names, in the order of the kernels."""
+    return [
+        (f"layers.{number}.{part}.{name}", getattr(getattr(layer, part), name))
+        for number, layer in enumerate(decoder.layers)
+        for part, names in (("self_attn", ATTENTION), ("mlp", FEED_FORWARD))
+        for name in names
+    ]
+
+
 class FusedRMSNorm(nn.Module):
     """RMSNorm of Llama: y = weight * x / sqrt(mean of x^2 + eps).
 

@@ -18,7 +18,12 @@ _BITS = 64  # inputs per mask
 _MIDDLE = 8  # is added to integers of 4 bits
 _ROWS = 1024  # that are packed in 4 bits at a time
 _SLACK = 64  # bytes that the kernels may read beyond the last value
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, INT4: 3}  # or 4 for INT4
+_KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.int8: 2,
+    INT4: 3,
+}  # 4 if 32 inputs share a scale
 _DENSE = {torch.float32: 0.97, torch.bfloat16: 0.94, torch.int8: 0.88, INT4: 0.75}
 """Fraction of weights that are not zero above which masks would take more room than zeros."""
 
@@ -148,7 +153,9 @@ class RoundedLinear(nn.Module):
         super().__init__()
         rounded = _rounded(weight, dtype)
         self.dtype = rounded.dtype
-        self.weight = nn.Parameter(rounded.weight()[:, : weight.shape[1]], requires_grad=False)
+        self.weight = nn.Parameter(
+            rounded.weight()[:, : weight.shape[1]].contiguous(), requires_grad=False
+        )
         self.bias = None
         if bias is not None:
             self.bias = nn.Parameter(bias.detach().float().clone(), requires_grad=False)
@@ -174,11 +181,11 @@ def require_dtype(dtype: torch.dtype) -> None:
 
 def has_four_bits(weight: Tensor) -> bool:
     """Returns whether `RowLinear` can keep a weight in torch.int4."""
-    return _rounded(weight, INT4).dtype == INT4
+    return _four_bits(weight) is not None
 
 
-def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of the keys and values in a decoder whose weights have a type."""
+def cache_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of cached keys and values in a decoder with weights of the given type."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
@@ -240,11 +247,9 @@ class _Rounded(NamedTuple):
 
 def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
     """Returns a weight rounded to a type, or to int8 if int4 is asked for and does not fit."""
-    given, weight = weight.dtype, weight.detach().to("cpu", torch.float32)
-    weight = nn.functional.pad(weight, (0, -weight.shape[1] % _BITS))
-    for size in (_BITS, _BITS // 2) if dtype == INT4 else ():
-        if (four := _four_bits(weight, given, size)) is not None:
-            return four
+    if dtype == INT4 and (four := _four_bits(weight)) is not None:
+        return four
+    weight = _padded_floats(weight)
     if dtype.is_floating_point:
         return _Rounded(dtype, weight.to(dtype).float())
     scales = weight.abs().amax(1) / 127
@@ -252,28 +257,33 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> _Rounded:
     return _Rounded(torch.int8, values, scales=scales)
 
 
-def _four_bits(weight: Tensor, given: torch.dtype, size: int) -> _Rounded | None:
-    """Returns a weight whose values are integers times a scale; None if they have more bits.
+def _padded_floats(weight: Tensor) -> Tensor:
+    """Returns a weight in float32 on the CPU, with zeros up to a multiple of 64 inputs."""
+    weight = weight.detach().to("cpu", torch.float32)
+    return nn.functional.pad(weight, (0, -weight.shape[1] % _BITS))
 
-    The largest integer of a block may be any from 1 to 8: a weight that was quantized with a scale
-    for every output, say, has seldom a 7 among `size` inputs.
 
-    Args:
-        weight: Weight in float32, with a multiple of `size` inputs.
-        given: Type that the weight has been rounded to before.
-        size: Number of inputs that share a scale.
-    """
-    parts = []
-    for rows in weight.split(_ROWS):
-        if (integers := _integers_and_scales(rows.unflatten(1, (-1, size)), given)) is None:
-            return None
-        parts.append(integers)
-    values, scales = map(torch.cat, zip(*parts, strict=True))
-    return _Rounded(INT4, values.flatten(1), block_scales=scales)
+def _four_bits(weight: Tensor) -> _Rounded | None:
+    """Returns a weight as integers of 4 bits times scales; None if it has more bits."""
+    floats = _padded_floats(weight)
+    for size in (_BITS, _BITS // 2):
+        parts = []
+        for rows in floats.split(_ROWS):
+            part = _integers_and_scales(rows.unflatten(1, (-1, size)), weight.dtype)
+            if part is None:
+                break
+            parts.append(part)
+        else:
+            values, scales = map(torch.cat, zip(*parts, strict=True))
+            return _Rounded(INT4, values.flatten(1), block_scales=scales)
+    return None
 
 
 def _integers_and_scales(blocks: Tensor, given: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """Returns integers from -8 to 7 of the shape of the blocks, and scales; None if there are none.
+
+    The largest integer of a block may be any from 1 to 8: a weight that was quantized with one
+    scale per output, say, seldom has a 7 in a block.
 
     Args:
         blocks: Blocks of a weight along the last dimension, in float32.

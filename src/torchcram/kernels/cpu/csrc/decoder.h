@@ -33,8 +33,6 @@ constexpr int kMostHeads = 4;           // that read the same values at a time
 constexpr int64_t kLeastTokens = 64, kMostTokens = 256;  // that an item of attention takes
 constexpr int64_t kManyParts = 4;  // of a text, which are worth a phase of their own to join
 
-constexpr unsigned bit(int64_t kind) { return 1u << kind; }
-
 constexpr int64_t padded(int64_t inner) { return (inner + kMaskBits - 1) / kMaskBits * kMaskBits; }
 
 // Vectors that matrices are multiplied with: floats, padded with zeros to whole masks, and what
@@ -50,8 +48,6 @@ struct Inputs {
   int32_t* offsets;
   float* scales;
 };
-
-constexpr unsigned kRoundedKinds = bit(kBytes) | bit(kNibbles) | bit(kNibbles32);
 
 // Scales that come before the values of 64 inputs.
 constexpr int scales_of(int kind) { return kind == kNibbles ? 1 : kind == kNibbles32 ? 2 : 0; }
@@ -169,12 +165,16 @@ TORCHCRAM_INLINE __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 template <int R, int T>
 TORCHCRAM_INLINE void add_lanes(const Vector (&total)[R][T], float (&sums)[R][T]) {
-  if (R == 4 && T == 1) {
-    const auto row = [&](int r) { return (__m512)total[r % R][0]; };
-    return _mm_storeu_ps(sums[0], add_lanes(row(0), row(1), row(2), row(3)));
+  for (int t = 0; t < T; ++t) {
+    if constexpr (R == 4) {
+      float rows[R];
+      _mm_storeu_ps(rows, add_lanes((__m512)total[0][t], (__m512)total[1][t], (__m512)total[2][t],
+                                    (__m512)total[3][t]));
+      for (int r = 0; r < R; ++r) sums[r][t] = rows[r];
+    } else {
+      for (int r = 0; r < R; ++r) sums[r][t] = _mm512_reduce_add_ps((__m512)total[r][t]);
+    }
   }
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) sums[r][t] = _mm512_reduce_add_ps((__m512)total[r][t]);
 }
 
 // A register of some value that the compiler does not know. Values are expanded into it: on Zen 4
@@ -583,8 +583,8 @@ struct LayerWork {
   int threads;
   Inputs normed, attended, middle;
   float *x, *query, *key, *value;  // x: [sequence][hidden]; the others: [sequence][head][feature]
-  // Attention to parts of the tokens, where there are several: [sequence][head][part], each with
-  // its features, the highest score and the sum of the weights.
+  // Attention to parts of the tokens: [sequence][head][part], each with its features, the highest
+  // score and the sum of the weights.
   float* parts;
   int64_t part_count, part_tokens;
 
@@ -669,9 +669,11 @@ T* memory_of(const LayerWork& work, int64_t values, int64_t sequence, int64_t he
   return static_cast<T*>(step.memory) + row * step.capacity * d.features;
 }
 
-void keep(const float* from, int64_t count, float* to) { memcpy(to, from, count * sizeof(float)); }
+void write_cache(const float* from, int64_t count, float* to) {
+  memcpy(to, from, count * sizeof(float));
+}
 
-void keep(const float* from, int64_t count, uint16_t* to) {  // rounds to bfloat16
+void write_cache(const float* from, int64_t count, uint16_t* to) {  // rounds to bfloat16
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
     memcpy(&bits, from + i, sizeof bits);
@@ -691,8 +693,8 @@ void remember(const LayerWork& work) {
     rotate(key, d.memory_heads, d.features, step.cosine, step.sine);
     for (int64_t h = 0; h < d.memory_heads; ++h) {
       const int64_t at = step.past * d.features;
-      keep(key + h * d.features, d.features, memory_of<T>(work, 0, s, h) + at);
-      keep(value + h * d.features, d.features, memory_of<T>(work, 1, s, h) + at);
+      write_cache(key + h * d.features, d.features, memory_of<T>(work, 0, s, h) + at);
+      write_cache(value + h * d.features, d.features, memory_of<T>(work, 1, s, h) + at);
     }
   }
 }
@@ -774,14 +776,9 @@ void attend(const void* data, int64_t item) {
       const int64_t head = shared * heads + first_head + h, row = sequence * d.heads + head;
       scores[h] = memory + h * row_floats;
       y[h] = work.parts + (row * work.part_count + part) * work.part_floats();
-      if (work.part_count == 1)
-        y[h] = floats(work.attended) + sequence * work.attended.stride + head * d.features;
-      float top;
       score_tokens(work.query + row * d.features, keys, tokens, d.features,
                    first_head + h == 0 ? values : nullptr, scores[h]);
-      factors[h] = softmax_in_place(scores[h], tokens, d.scale, &top);
-      if (work.part_count == 1) continue;
-      y[h][d.features] = top;
+      factors[h] = softmax_in_place(scores[h], tokens, d.scale, y[h] + d.features);
       y[h][d.features + 1] = 1.0f / factors[h];
     }
     const auto weigh_all = [&](auto number) {
@@ -897,7 +894,7 @@ void lead(const DecoderStep& step, Crew& crew, int threads) {
     if (work.part_count > kManyParts)
       crew.run(join_parts, &work, n * d.heads);
     else
-      for (int64_t row = 0; work.part_count > 1 && row < n * d.heads; ++row) join_parts(&work, row);
+      for (int64_t row = 0; row < n * d.heads; ++row) join_parts(&work, row);
     arrange(work.attended, n, kinds);
     crew.run(project_back, &work, items(d.hidden, threads));
     normalize_all(work, work.layer->norm_between);

@@ -123,7 +123,7 @@ void round_inputs(const Inputs& in, int64_t count) {
 
 template <class Inputs>
 void arrange(const Inputs& in, int64_t count, unsigned kinds) {
-  if (kinds & ~(1u << kFloats | 1u << kBfloats)) round_inputs(in, count);
+  if (kinds & kRoundedKinds) round_inputs(in, count);
 }
 
 // Unpacks up to 64 values of 4 bits, which are stored as w + 8.

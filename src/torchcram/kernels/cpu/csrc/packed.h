@@ -219,6 +219,8 @@ struct GatedProduct {
 constexpr int kMaskBits = 64;
 constexpr int64_t kMostSequences = 4;
 enum Kind : int64_t { kFloats = 0, kBfloats = 1, kBytes = 2, kNibbles = 3, kNibbles32 = 4 };
+constexpr unsigned bit(int64_t kind) { return 1u << kind; }
+constexpr unsigned kRoundedKinds = bit(kBytes) | bit(kNibbles) | bit(kNibbles32);  // their inputs
 
 struct RowMatrix {
   int64_t rows, inner, kind;
