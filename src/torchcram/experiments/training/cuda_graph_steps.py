@@ -100,7 +100,7 @@ def make_step(
         device: Device that everything is computed on.
         objective: Loss, shares of a batch, and teacher on `device`.
         compiled: Whether torch.compile fuses the passes before they are captured, which takes about
-            a minute. Batches of several shapes are not compiled.
+            a minute.
     """
     several = isinstance(model, DistributedDataParallel) or has_shards(model)
     if (
@@ -117,7 +117,7 @@ def make_step(
                 config,
                 device,
                 objective=objective,
-                compiled=compiled and batches.has_one_shape,
+                compiled=compiled,
             )
         _warn_eager(type(getattr(optimizer, "base", optimizer)).__name__)
     return EagerStep(model, optimizer, batches, config, device, objective=objective)
@@ -157,8 +157,9 @@ class GraphStep(EagerStep):
     ) -> None:
         super().__init__(model.train(), optimizer, batches, config, device, objective=objective)
         if compiled:
-            # what is compiled shares its parameters and buffers with the model
-            self._model = torch.compile(model, dynamic=False)
+            # what is compiled shares its parameters and buffers with the model; batches of several
+            # lengths share one compilation, too
+            self._model = torch.compile(model, dynamic=not batches.has_one_shape)
         self._staged = batches
         self._graphs: dict[int, StepGraphs] = {}
         concurrent = default_concurrency(*objective.shares)
