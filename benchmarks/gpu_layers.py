@@ -1,11 +1,14 @@
-"""Linear layers on the GPU: dense, 2:4, 8 bits and 4 bits.
+"""Layers on the GPU: dense, 2:4, 8 bits and 4 bits.
 
-    python benchmarks/gpu_layers.py [--tokens 1,16,384] [--dtypes bfloat16,float16]
+    python benchmarks/gpu_layers.py [--tokens 1,16,384] [--dtypes bfloat16,float16] [--images 64]
 
 Prints a Markdown table: the microseconds of the dense layer, and the speedups of the others over it
 (slower below 1). Times are those of the GPU alone: a CUDA graph is replayed over enough copies of
 the layer for its weights to come from memory. A kernel that is five times slower than dense is not
 tried with more tokens. If torchao is installed, its int4 layer is timed, too.
+
+A second table has the 1x1 convolutions of ResNet50, dense and 2:4, on images of 224x224 in
+channels_last.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from timing import machine
 from torch import Tensor, nn
 
 from torchcram import NM, Operator, Quantize
-from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_linear
+from torchcram.runtime.gpu.layers import Int4Linear, Int8Linear, sparse_conv, sparse_linear
 from torchcram.runtime.gpu.prepare import agree, count_copies, gpu_milliseconds
 from torchcram.runtime.integers import find_integers
 from torchcram.weights import LayerWeights
@@ -31,6 +34,12 @@ from torchcram.weights import LayerWeights
 SHAPES = {  # outputs, inputs
     "BERT-base": ((768, 768), (3072, 768), (768, 3072)),
     "1 B decoder": ((2048, 2048), (8192, 2048), (2048, 8192)),
+}
+CONVOLUTIONS = {  # of ResNet50: outputs, inputs, side of the image, stride
+    "56x56": ((64, 256, 56, 1), (256, 64, 56, 1)),
+    "28x28": ((128, 512, 28, 1), (512, 128, 28, 1), (512, 256, 56, 2)),
+    "14x14": ((256, 1024, 14, 1), (1024, 256, 14, 1), (1024, 512, 28, 2)),
+    "7x7": ((512, 2048, 7, 1), (2048, 512, 7, 1), (2048, 1024, 14, 2)),
 }
 KINDS = ("2:4", "int8", "int4", "torchao int4")
 SLOW = 0.2
@@ -138,11 +147,30 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, tokens: list[int]) -> li
     return rows
 
 
+@torch.no_grad()
+def convolution(
+    outputs: int, inputs: int, side: int, stride: int, images: int, dtype: torch.dtype
+) -> list[str]:
+    """Returns a row of the table of convolutions."""
+    layer = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False, device="cuda")
+    NM(2, 4).compress_(LayerWeights({"weight": layer.weight}))
+    layer = layer.to(dtype).requires_grad_(False)
+    x = torch.randn(images, inputs, side, side, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last)
+    sparse = sparse_conv(layer)
+    base = gpu_milliseconds([partial(layer, x)])
+    speed = f"{base / gpu_milliseconds([partial(sparse, x)]):.2f}"
+    if not agree(sparse(x), layer(x)):
+        speed = "wrong"
+    return [f"{outputs} x {inputs}", str(stride), str(dtype)[6:], f"{1000 * base:.1f}", speed]
+
+
 def main() -> None:
     """Times the layers and prints the table."""
     parser = argparse.ArgumentParser(description="Times compressed Linear layers on the GPU.")
     parser.add_argument("--tokens", default="1,16,384,4096,16384")
     parser.add_argument("--dtypes", default="bfloat16,float16")
+    parser.add_argument("--images", type=int, default=64, help="Images in a batch; 0 for none.")
     options = parser.parse_args()
     print(machine(torch.device("cuda")))
     start = time.perf_counter()
@@ -159,6 +187,15 @@ def main() -> None:
                 lines += ["| " + " | ".join([model, *row]) + " |" for row in rows]
             torch.cuda.empty_cache()
     print("\n".join(lines))
+    if options.images:
+        print(f"\n1x1 convolutions of ResNet50, {options.images} images in a batch")
+        titles = ["pixels", "outputs x inputs", "stride", "dtype", "dense µs", "2:4"]
+        print("| " + " | ".join(titles) + " |\n|---|---|--:|---|--:|--:|")
+        for pixels, convolutions in CONVOLUTIONS.items():
+            for sizes in convolutions:
+                for name in options.dtypes.split(","):
+                    row = convolution(*sizes, options.images, getattr(torch, name))
+                    print("| " + " | ".join([pixels, *row]) + " |", flush=True)
     print(f"{time.perf_counter() - start:.0f} s")
 
 

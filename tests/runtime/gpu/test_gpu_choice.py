@@ -4,12 +4,16 @@ from nets import ConvNet, mlp
 from torch import nn
 
 from torchcram import NM, Quantize, compress, compressible_weights
+from torchcram.runtime.gpu import layers as gpu_layers
 from torchcram.runtime.gpu import prepare as gpu_prepare
+from torchcram.runtime.gpu.layers import PointwiseConv2d
 from torchcram.runtime.gpu.prepare import (
     Chooser,
+    Input,
     agree,
     count_copies,
-    count_rows,
+    in_faster_format,
+    layer_inputs,
     prepare_gpu,
     weight_names_by_layer,
     why_dense,
@@ -26,13 +30,17 @@ def layer_and_integers(*, bits=8):
     return layer, find_integers(weights, "0.weight", Quantize(bits))
 
 
+def rows(count, inputs=64):
+    return Input((count, inputs))
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """Times by kernel, in place of a GPU; and which were asked for."""
     times, asked = {"Linear": 1.0}, []
 
-    def milliseconds(make, layer, rows):
-        del layer, rows
+    def milliseconds(make, layer, given):
+        del layer, given
         kind = getattr(make.func, "__name__", "")
         asked.append(kind)
         return times.get("Linear" if kind == "deepcopy" else kind)
@@ -41,6 +49,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(gpu_prepare, "same_outputs", lambda *_: True)
     monkeypatch.setattr(gpu_prepare, "sparse_linear", lambda *_: nn.Identity())
     gpu_prepare.sparse_linear.__name__ = "sparse_linear"
+    monkeypatch.setattr(gpu_layers, "sparse_linear", lambda *_: nn.Identity())
     return times, asked
 
 
@@ -49,13 +58,13 @@ def test_the_fastest_kernel_is_taken(measured):
     times.update(sparse_linear=0.8, Int8Linear=0.5)
     chooser = Chooser()
     layer, integers = layer_and_integers()
-    choice, faster = chooser.choose("fc", layer, 384, integers=integers)
+    choice, faster = chooser.choose("fc", layer, rows(384), integers=integers)
     assert (choice.name, choice.kernel, choice.speedup) == ("fc", "int8", 2.0)
     assert choice.reason == "2:4 1.25 x dense, int8 2.00 x dense, at 384 rows"
     assert isinstance(faster, gpu_prepare.Int8Linear)
-    chooser.choose("fc2", layer, 384, integers=integers)
+    chooser.choose("fc2", layer, rows(384), integers=integers)
     assert asked == ["deepcopy", "sparse_linear", "Int8Linear"]  # the same shape: measured once
-    chooser.choose("fc2", layer, 16, integers=integers)
+    chooser.choose("fc2", layer, rows(16), integers=integers)
     assert len(asked) == 6
 
 
@@ -63,7 +72,7 @@ def test_what_is_not_faster_stays_dense_and_says_so(measured):
     times, _ = measured
     times.update(sparse_linear=0.99, Int8Linear=4.0)
     layer, integers = layer_and_integers()
-    choice, faster = Chooser().choose("fc", layer, 16, integers=integers)
+    choice, faster = Chooser().choose("fc", layer, rows(16), integers=integers)
     assert faster is None
     assert choice.kernel == "dense"
     assert choice.reason == "2:4 1.01 x dense, int8 0.25 x dense, at 16 rows"
@@ -77,8 +86,8 @@ def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
     layer, integers = layer_and_integers()
     chooser, answers = Chooser(), iter([True, False])
     monkeypatch.setattr(gpu_prepare, "same_outputs", lambda *_: next(answers))
-    assert chooser.choose("one", layer, 16, integers=integers)[0].kernel == "int8"
-    choice, made = chooser.choose("two", layer, 16, integers=integers)
+    assert chooser.choose("one", layer, rows(16), integers=integers)[0].kernel == "int8"
+    choice, made = chooser.choose("two", layer, rows(16), integers=integers)
     assert (choice.kernel, made) == ("dense", None)
     assert choice.reason == "int8 computes other outputs with these weights"
 
@@ -86,13 +95,13 @@ def test_every_layer_is_compared_with_dense_not_only_the_one_that_was_measured(
 def test_what_same_outputs_is_seen_from_outputs():
     layer = nn.Linear(8, 4)
     other = nn.Linear(8, 4)
-    assert gpu_prepare.same_outputs(layer, layer, 5)
-    assert not gpu_prepare.same_outputs(other, layer, 5)
+    assert gpu_prepare.same_outputs(layer, layer, rows(5, 8))
+    assert not gpu_prepare.same_outputs(other, layer, rows(5, 8))
 
 
 def test_what_cannot_be_run_stays_dense(measured):
     layer, integers = layer_and_integers()
-    choice, faster = Chooser().choose("fc", layer, 16, integers=integers)
+    choice, faster = Chooser().choose("fc", layer, rows(16), integers=integers)
     assert faster is None
     assert choice.speedup is None
     assert choice.reason == "2:4, int8: fails on this GPU, or computes other outputs"
@@ -106,13 +115,13 @@ def test_whatever_a_kernel_raises_it_has_no_time(error):
             raise error
 
     layer, _ = layer_and_integers()
-    assert gpu_prepare._milliseconds(Failing, layer, 4) is None
+    assert gpu_prepare._milliseconds(Failing, layer, rows(4)) is None
 
 
 def test_what_does_not_fit_is_never_measured(measured):
     _, asked = measured
     layer = nn.Linear(64, 32).bfloat16()
-    choice, faster = Chooser().choose("fc", layer, 16, integers=None)
+    choice, faster = Chooser().choose("fc", layer, rows(16), integers=None)
     assert faster is None
     assert choice.reason == "not 2:4; not quantized"
     assert asked == []
@@ -127,18 +136,83 @@ def test_all_uses_of_a_weight_are_found():
 
 def test_layers_that_are_not_looked_at_are_told_why():
     model = ConvNet().eval()
-    counts = count_rows(model, (torch.randn(3, 4, 6, 6),))
-    assert counts == {"fc": 3}
-    assert why_dense("fc", model.fc, counts) is None
-    assert "Conv2d" in why_dense("conv1", model.conv1, counts)
-    assert why_dense("unused", model.unused, counts) == "never called on the example"
+    seen = layer_inputs(model, (torch.randn(3, 4, 6, 6),))
+    assert seen["fc"] == rows(3, model.fc.in_features)
+    assert seen["conv1"] == Input((3, 4, 6, 6))
+    assert why_dense("fc", model.fc, seen) is None
+    assert why_dense("conv1", model.conv1, seen) is None
+    assert "Conv1d" in why_dense("other", nn.Conv1d(4, 4, 1), seen)
+    assert why_dense("unused", model.unused, seen) == "never called on the example"
     own = nn.modules.linear.NonDynamicallyQuantizableLinear(4, 4)
-    assert why_dense("own", own, {"own": 1}) is None
+    assert why_dense("own", own, {"own": rows(1, 4)}) is None
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_rows_are_counted_over_all_dimensions():
-    assert count_rows(mlp(), (torch.randn(2, 5, 8),)) == {"0": 10, "2": 10}
+class Named(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = layer(input=x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Named])
+def test_rows_are_counted_over_all_dimensions(kind):
+    found = layer_inputs(kind(*mlp()), (torch.randn(2, 5, 8),))
+    assert {name: given.shape[0] for name, given in found.items()} == {"0": 10, "2": 10}
+
+
+def test_the_largest_of_several_inputs_counts():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return self.conv(x[:1]).sum() + self.conv(x).sum() + self.conv(x[0]).sum()
+
+    x = torch.randn(2, 4, 3, 5)
+    assert layer_inputs(Twice(), (x,)) == {"conv": Input((2, 4, 3, 5))}
+    last = x.to(memory_format=torch.channels_last)
+    assert layer_inputs(Twice(), (last,)) == {"conv": Input((2, 4, 3, 5), channels_last=True)}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_random_inputs_are_like_those_that_were_seen(channels_last):
+    x = Input((2, 3, 5, 7), channels_last).like(torch.zeros(1, dtype=torch.bfloat16))
+    assert (x.shape, x.dtype) == ((2, 3, 5, 7), torch.bfloat16)
+    assert x.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+def test_a_convolution_is_measured_with_its_stride_on_its_pixels(measured):
+    times, asked = measured
+    times.update(sparse_conv=0.5)
+    model = compress(nn.Sequential(nn.Conv2d(64, 32, 1), nn.Conv2d(64, 32, 1, stride=2)), "nm:2:4")
+    chooser, given = Chooser(), Input((8, 64, 7, 9))
+    layers = model.bfloat16()
+    choice, faster = chooser.choose("one", layers[0], given, integers=None)
+    assert (choice.kernel, choice.speedup) == ("2:4", 2.0)
+    assert choice.reason == "2:4 2.00 x dense, at 8 x 7 x 9 pixels"
+    assert isinstance(faster, PointwiseConv2d)
+    chooser.choose("two", layers[1], given, integers=None)
+    assert len(asked) == 4  # the other stride takes another time
+
+
+@pytest.mark.parametrize("faster", ["contiguous", "channels_last"])
+def test_convolutions_have_the_faster_format(faster, monkeypatch):
+    monkeypatch.setattr(
+        gpu_prepare, "time_in_turns", lambda runs: {each: float(each != faster) for each in runs}
+    )
+    model, x = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)).eval(), torch.randn(2, 4, 6, 6)
+    found = in_faster_format(model, (x,))
+    weight = found[0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) == (faster == "channels_last")
+    assert model[0].weight.is_contiguous()
+    torch.testing.assert_close(found(x), model(x))
+
+
+def test_a_model_without_convolutions_has_no_format():
+    model = mlp()
+    assert in_faster_format(model, (torch.randn(2, 8),)) is model
 
 
 def test_results_in_16_bits_agree_but_for_rounding():

@@ -7,7 +7,13 @@ from torch import nn
 from torchcram import compress, compressible_weights, parse_operator
 from torchcram.operators.quantize import quantizer_of
 from torchcram.runtime.gpu import prepare_gpu
-from torchcram.runtime.gpu.prepare import Chooser, agree, gpu_milliseconds, kernels_for
+from torchcram.runtime.gpu.prepare import (
+    Chooser,
+    Input,
+    agree,
+    gpu_milliseconds,
+    kernels_for,
+)
 from torchcram.runtime.integers import find_integers
 
 pytestmark = [
@@ -44,9 +50,40 @@ def test_kernels_compute_what_dense_layers_do(rows, operator, kernel, dtype):
     assert agree(found, layer(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+@torch.no_grad()
+def test_pointwise_convolutions_compute_what_dense_ones_do(channels_last, stride, dtype):
+    model = compress(nn.Sequential(nn.Conv2d(512, 256, 1, stride=stride)), "nm:2:4")
+    layer = model.cuda().to(dtype)[0]
+    x = Input((3, 512, 14, 9), channels_last).like(layer.weight)
+    made = kernels_for(layer, None)["2:4"]
+    assert made.why_not is None
+    assert agree(made.make()(x), layer(x))
+
+
+@torch.no_grad()
+def test_a_prepared_convolutional_model_gives_what_it_gave():
+    model = nn.Sequential(
+        nn.Conv2d(64, 1024, 1),
+        nn.ReLU(),
+        nn.Conv2d(1024, 1024, 1),
+        nn.ReLU(),
+        nn.Conv2d(1024, 64, 3),
+    )
+    model, x = compress(model, "nm:2:4"), torch.randn(32, 64, 28, 28)
+    fast, layers, _ = prepare_gpu(model, (x,), operator="nm:2:4")
+    assert [layer.name for layer in layers] == ["0", "2", "4"]
+    assert layers[2].reason == "2:4 is for kernels of 1x1, not 3x3"
+    assert layers[1].speedup is not None
+    x = x.cuda().bfloat16()
+    assert agree(fast(x), model.cuda().bfloat16()(x))
+
+
 def test_a_large_two_of_four_layer_is_measured():
     layer = compress(nn.Sequential(nn.Linear(8192, 8192)), "nm:2:4").cuda().half()[0]
-    choice, faster = Chooser().choose("fc", layer, 8192, integers=None)
+    choice, faster = Chooser().choose("fc", layer, Input((8192, 8192)), integers=None)
     assert choice.speedup is not None
     assert (faster is None) == (choice.kernel == "dense")
 

@@ -1,10 +1,13 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from torchcram import NM, Quantize, compressible_weights
 from torchcram.runtime.gpu.layers import (
     Int8Linear,
+    PointwiseConv2d,
     four_bit_codes,
     int4_group,
     int4_tiles,
@@ -12,6 +15,7 @@ from torchcram.runtime.gpu.layers import (
     scales_and_zeros,
     why_not_int4,
     why_not_int8,
+    why_not_pointwise,
     why_not_sparse,
 )
 from torchcram.runtime.integers import find_integers
@@ -143,3 +147,46 @@ def test_int8_layers_take_our_kernel_for_few_rows(monkeypatch):
         torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
         assert bool(seen) == few
         seen.clear()
+
+
+sizes = st.integers(1, 5)
+
+
+@given(
+    shape=st.tuples(sizes, sizes, sizes, sizes),
+    outputs=sizes,
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    channels_last=st.booleans(),
+    batched=st.booleans(),
+)
+@torch.no_grad()
+def test_a_linear_layer_computes_a_pointwise_convolution(
+    shape, outputs, stride, channels_last, batched
+):
+    x = torch.randn(shape)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    x = x if batched else x[0]
+    conv = nn.Conv2d(shape[1], outputs, 1, stride=stride)
+    assert why_not_pointwise(conv) is None
+    linear = nn.Linear(shape[1], outputs)
+    linear.weight.copy_(conv.weight.flatten(1))
+    linear.bias.copy_(conv.bias)
+    found = PointwiseConv2d(linear, conv.stride)(x)
+    torch.testing.assert_close(found, conv(x))
+    if batched:
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("conv", "reason"),
+    [
+        (nn.Conv2d(8, 8, (3, 1)), "2:4 is for kernels of 1x1, not 3x1"),
+        (nn.Conv2d(8, 8, 1, groups=2), "2:4 is for one group of channels, not 2"),
+        (nn.Conv2d(8, 8, 1, padding=1), "2:4 is for convolutions without padding"),
+        (nn.Conv2d(8, 8, 1, padding="same"), None),
+        (nn.Conv2d(8, 8, 1, padding="valid"), None),
+    ],
+)
+def test_why_a_convolution_is_not_pointwise(conv, reason):
+    assert why_not_pointwise(conv) == reason

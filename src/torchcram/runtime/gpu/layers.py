@@ -1,4 +1,4 @@
-"""Linear layers for compressed weights on a GPU, and the requirements of their kernels.
+"""Layers for compressed weights on a GPU, and the requirements of their kernels.
 
 2:4 and 4 bits run on kernels of torch, 8 bits on a Triton kernel of torchcram.
 """
@@ -113,6 +113,51 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return layer
+
+
+class PointwiseConv2d(nn.Module):
+    """A convolution with kernels of 1x1, computed by a Linear layer with a row per pixel.
+
+    Inputs in channels_last are such rows already; others are copied, and outputs are always in
+    channels_last.
+
+    Args:
+        linear: Layer that maps (..., input channels) to (..., output channels).
+        stride: Distance of the pixels that are read, vertical and horizontal.
+    """
+
+    def __init__(self, linear: nn.Module, stride: tuple[int, ...] = (1, 1)) -> None:
+        super().__init__()
+        self.linear = linear
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, inputs, height, width) to (n, outputs, height, width), or without n."""
+        down, right = self.stride
+        pixels = x[..., ::down, ::right].movedim(-3, -1).contiguous()
+        y: Tensor = self.linear(pixels)
+        return y.movedim(-1, -3)
+
+
+def why_not_pointwise(layer: nn.Conv2d) -> str | None:
+    """Returns why a convolution cannot be a `PointwiseConv2d`, or None if it can."""
+    if layer.kernel_size != (1, 1):
+        return "2:4 is for kernels of 1x1, not {}x{}".format(*layer.kernel_size)
+    if layer.groups != 1:
+        return f"2:4 is for one group of channels, not {layer.groups}"
+    if layer.padding not in ((0, 0), "valid", "same"):
+        return "2:4 is for convolutions without padding"
+    return None
+
+
+def sparse_conv(layer: nn.Conv2d) -> PointwiseConv2d:
+    """Returns a 1x1 convolution whose weight is a semi-structured tensor.
+
+    Args:
+        layer: Convolution on a GPU that fits `why_not_pointwise`, with a weight that fits
+            `why_not_sparse`.
+    """
+    return PointwiseConv2d(sparse_linear(layer.weight.flatten(1), layer.bias), layer.stride)
 
 
 class Int8Linear(nn.Module):

@@ -1,10 +1,11 @@
-"""`prepare_gpu`: a copy of a model whose Linear layers run on the fastest kernels of a GPU."""
+"""`prepare_gpu`: a copy of a model whose layers run on the fastest kernels of a GPU."""
 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,12 +19,14 @@ from torchcram.runtime.gpu.layers import (
     DTYPES,
     Int4Linear,
     Int8Linear,
+    sparse_conv,
     sparse_linear,
     why_not_int4,
     why_not_int8,
+    why_not_pointwise,
     why_not_sparse,
 )
-from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode
+from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode, time_in_turns
 from torchcram.runtime.integers import find_integers
 from torchcram.runtime.marking import mark_prepared_
 from torchcram.runtime.outputs import tensor_error
@@ -37,6 +40,31 @@ if TYPE_CHECKING:
     from torchcram.weights import LayerWeights, Weights
 
 __all__ = ["LayerChoice", "Prepared", "RunMode", "prepare_gpu"]
+
+Layer = nn.Linear | nn.Conv2d
+
+
+class Input(NamedTuple):
+    """What the time of a layer depends on, beside the layer.
+
+    Attributes:
+        shape: Shape of the input; (rows, inputs) for a Linear layer, whatever its dimensions are.
+        channels_last: Whether the channels of an image are next to each other in memory.
+    """
+
+    shape: tuple[int, ...]
+    channels_last: bool = False
+
+    def like(self, weight: Tensor) -> Tensor:
+        """Returns a random input with the device and the dtype of a weight."""
+        x = torch.randn(self.shape, device=weight.device, dtype=weight.dtype)
+        return x.to(memory_format=torch.channels_last) if self.channels_last else x
+
+    def __str__(self) -> str:
+        if len(self.shape) == 2:
+            return f"{self.shape[0]} rows"
+        return " x ".join(map(str, (*self.shape[:-3], *self.shape[-2:]))) + " pixels"
+
 
 LEAST = 1.05  # speedup that a layer must reach to be replaced
 TOLERANCE = 0.02  # error of outputs in 16 bits, as a fraction of the largest
@@ -87,9 +115,10 @@ def prepare_gpu(
 ) -> Prepared:
     """Returns a copy of `model` on the GPU, with layers replaced where that is measured faster.
 
-    2:4 weights become semi-structured tensors. Weights of up to 8 bits run on a Triton kernel, and
-    of up to 4 bits on torch._weight_int4pack_mm. The copy is in eval mode, computes in `dtype`, and
-    cannot be trained.
+    2:4 weights become semi-structured tensors, in Linear layers and in convolutions of 1x1. Linear
+    weights of up to 8 bits run on a Triton kernel, and of up to 4 bits on
+    torch._weight_int4pack_mm. Convolutions run in channels_last if the model is faster in it. The
+    copy is in eval mode, computes in `dtype`, and cannot be trained.
 
     Args:
         model: Compressed model, which stays unchanged; in float32 if it is quantized.
@@ -114,16 +143,17 @@ def prepare_gpu(
     owners = weight_names_by_layer(model, chosen)
     twin = copy.deepcopy(model).to("cuda", dtype).eval().requires_grad_(False)
     inputs = tuple(_to_gpu(value, dtype) for value in example)
-    counts = count_rows(twin, inputs)
+    twin = in_faster_format(twin, inputs)
+    seen = layer_inputs(twin, inputs)
     chooser, choices = Chooser(), []
     replaced: dict[str, nn.Module] = {}
     for path, name in owners.items():
         layer = twin.get_submodule(path)
-        reason = why_dense(path, layer, counts)
-        if reason is not None or not isinstance(layer, nn.Linear):
+        reason = why_dense(path, layer, seen)
+        if reason is not None or not isinstance(layer, (nn.Linear, nn.Conv2d)):
             choices.append(LayerChoice(path, "dense", None, str(reason)))
             continue
-        choice, faster = chooser.choose(path, layer, counts[path], integers=integers.get(name))
+        choice, faster = chooser.choose(path, layer, seen[path], integers=integers.get(name))
         choices.append(choice)
         if faster is not None:
             replaced[path] = faster
@@ -131,7 +161,7 @@ def prepare_gpu(
         if name in owners.values():
             continue
         layer = model.get_submodule(name.rpartition(".")[0])  # such as attention or an LSTM
-        choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, counts))))
+        choices.append(LayerChoice(name, "dense", None, str(why_dense(name, layer, seen))))
     if not compile_model:
         fast = _with_layers(twin, replaced)
         mark_prepared_(fast, model)
@@ -156,34 +186,60 @@ def weight_names_by_layer(model: nn.Module, weights: Weights) -> dict[str, str]:
 
 
 @torch.no_grad()
-def count_rows(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
-    """Returns the number of input rows of every Linear layer; the maximum if it runs repeatedly."""
-    counts: dict[str, int] = {}
+def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Input]:
+    """Returns the input of every Linear layer and convolution; the largest if it has several."""
+    found: dict[str, Input] = {}
 
-    def count(path: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        rows = inputs[0].numel() // inputs[0].shape[-1]
-        counts[path] = max(counts.get(path, 0), rows)
+    def note(
+        path: str, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
+    ) -> None:
+        x = inputs[0] if inputs else named["input"]
+        if isinstance(layer, nn.Linear):
+            given = Input((x.numel() // x.shape[-1], x.shape[-1]))
+        else:
+            given = Input(tuple(x.shape), x.dim() == 4 and not x.is_contiguous())
+        found[path] = max(found.get(path, given), given, key=lambda each: math.prod(each.shape))
 
     hooks = [
-        module.register_forward_pre_hook(partial(count, path))
+        module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, (nn.Linear, nn.Conv2d))
     ]
     try:
         model(*example)
     finally:
         for hook in hooks:
             hook.remove()
-    return counts
+    return found
 
 
-def why_dense(path: str, layer: nn.Module, counts: dict[str, int]) -> str | None:
+@torch.no_grad()
+def in_faster_format(model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
+    """Returns a model with its convolutions in channels_last if it is faster so, else itself."""
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return model
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(memory_format=torch.channels_last)
+    models = {"contiguous": model, "channels_last": other}
+    runs: dict[str, Callable[[], object]] = {
+        name: partial(each, *example) for name, each in models.items()
+    }
+    for run in runs.values():
+        run()  # convolutions are tuned
+    times = time_in_turns(runs)
+    return models[min(times, key=times.__getitem__)]
+
+
+def why_dense(path: str, layer: nn.Module, seen: Mapping[str, Input]) -> str | None:
     """Returns why a layer is left dense without timing it, or None."""
-    if not isinstance(layer, nn.Linear):
-        return f"a {type(layer).__name__}: there are kernels for Linear only"
-    if type(layer).forward is not nn.Linear.forward:
+    kind = next((kind for kind in (nn.Linear, nn.Conv2d) if isinstance(layer, kind)), None)
+    if kind is None:
+        return f"a {type(layer).__name__}: there are kernels for Linear and 1x1 Conv2d only"
+    if type(layer).forward is not kind.forward:
         return f"{type(layer).__name__} has a forward of its own"
-    if not counts.get(path):
+    if path not in seen or not math.prod(seen[path].shape):
         return "never called on the example"
     return None
 
@@ -249,14 +305,14 @@ class Chooser:
 
     @torch.no_grad()
     def choose(
-        self, name: str, layer: nn.Linear, rows: int, *, integers: Integers | None
+        self, name: str, layer: Layer, given: Input, *, integers: Integers | None
     ) -> tuple[LayerChoice, nn.Module | None]:
         """Returns the choice for a layer, and the layer to replace it with or None.
 
         Args:
             name: Name of the layer.
             layer: Dense layer on the GPU.
-            rows: Number of rows of its input.
+            given: Its input.
             integers: Integers and scales of its weight on the GPU; None if it is not quantized.
         """
         kernels = kernels_for(layer, integers)
@@ -264,9 +320,9 @@ class Chooser:
         if not usable:
             reasons = dict.fromkeys(str(kernel.why_not) for kernel in kernels.values())
             return LayerChoice(name, "dense", None, "; ".join(reasons)), None
-        dense = self._time("dense", partial(copy.deepcopy, layer), layer, rows)
+        dense = self._time("dense", partial(copy.deepcopy, layer), layer, given)
         times = {
-            kind: self._time(kind, kernel.make, layer, rows) for kind, kernel in usable.items()
+            kind: self._time(kind, kernel.make, layer, given) for kind, kernel in usable.items()
         }
         speedups = {
             kind: dense / time
@@ -278,26 +334,33 @@ class Chooser:
             return LayerChoice(name, "dense", None, reason), None
         best = max(speedups, key=speedups.__getitem__)
         measured = ", ".join(f"{kind} {value:.2f} x dense" for kind, value in speedups.items())
-        reason = f"{measured}, at {rows} rows"
+        reason = f"{measured}, at {given}"
         if speedups[best] < LEAST:
             return LayerChoice(name, "dense", speedups[best], reason), None
         made = usable[best].make()
-        if not same_outputs(made, layer, rows):  # another layer of this shape was timed
+        if not same_outputs(made, layer, given):  # another layer of this shape was timed
             reason = f"{best} computes other outputs with these weights"
             return LayerChoice(name, "dense", speedups[best], reason), None
         return LayerChoice(name, best, speedups[best], reason), made
 
     def _time(
-        self, kind: str, make: Callable[[], nn.Module], layer: nn.Linear, rows: int
+        self, kind: str, make: Callable[[], nn.Module], layer: Layer, given: Input
     ) -> float | None:
-        key = (kind, *layer.weight.shape, layer.weight.dtype, layer.bias is None, rows)
+        weight = layer.weight
+        stride = layer.stride if isinstance(layer, nn.Conv2d) else None
+        key = (kind, weight.shape, weight.dtype, layer.bias is None, stride, given)
         if key not in self._times:
-            self._times[key] = _milliseconds(make, layer, rows)
+            self._times[key] = _milliseconds(make, layer, given)
         return self._times[key]
 
 
-def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel]:
+def kernels_for(layer: Layer, integers: Integers | None) -> dict[str, Kernel]:
     """Returns all kernels by name, with a reason for each that does not fit the layer."""
+    if isinstance(layer, nn.Conv2d):
+        why_not = why_not_pointwise(layer)
+        if why_not is None:
+            why_not = why_not_sparse(layer.weight.detach().flatten(1), layer.weight.dtype)
+        return {"2:4": Kernel(why_not, partial(sparse_conv, layer))}
     weight, bias, dtype = layer.weight.detach(), layer.bias, layer.weight.dtype
     sparse = Kernel(why_not_sparse(weight, dtype), partial(sparse_linear, weight, bias))
     if integers is None:
@@ -307,29 +370,24 @@ def kernels_for(layer: nn.Linear, integers: Integers | None) -> dict[str, Kernel
     return {"2:4": sparse, "int8": int8, "int4": int4}
 
 
-def _milliseconds(make: Callable[[], nn.Module], layer: nn.Linear, rows: int) -> float | None:
+def _milliseconds(make: Callable[[], nn.Module], layer: Layer, given: Input) -> float | None:
     """Times a layer; returns None if it fails on this GPU or computes other outputs."""
     weight = layer.weight
     try:
         first = make()
-        if not same_outputs(first, layer, rows):
+        if not same_outputs(first, layer, given):
             return None
         count = count_copies(weight.numel() * weight.element_size())
         copies = [first, *(make() for _ in range(count - 1))]
-        x = _random_rows(layer, rows)
+        x = given.like(layer.weight)
         return gpu_milliseconds([partial(each, x) for each in copies])
     except Exception:  # noqa: BLE001  no kernel in this torch or for this GPU, or it does not compile
         return None
 
 
-def _random_rows(layer: nn.Linear, rows: int) -> Tensor:
-    weight = layer.weight
-    return torch.randn(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
-
-
-def same_outputs(made: nn.Module, layer: nn.Linear, rows: int) -> bool:
-    """Returns whether a layer agrees with the dense one on random rows, up to rounding."""
-    x = _random_rows(layer, rows)
+def same_outputs(made: nn.Module, layer: Layer, given: Input) -> bool:
+    """Returns whether a layer agrees with the dense one on a random input, up to rounding."""
+    x = given.like(layer.weight)
     return agree(made(x), layer(x))
 
 
