@@ -188,7 +188,7 @@ def weight_names_by_layer(model: nn.Module, weights: Weights) -> dict[str, str]:
 @torch.no_grad()
 def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Input]:
     """Returns the input of every Linear layer and convolution; the largest if it has several."""
-    found: dict[str, Input] = {}
+    largest: dict[str, Input] = {}
 
     def note(
         path: str, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
@@ -198,7 +198,7 @@ def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Inp
             given = Input((x.numel() // x.shape[-1], x.shape[-1]))
         else:
             given = Input(tuple(x.shape), x.dim() == 4 and not x.is_contiguous())
-        found[path] = max(found.get(path, given), given, key=lambda each: math.prod(each.shape))
+        largest[path] = max(largest.get(path, given), given, key=lambda each: math.prod(each.shape))
 
     hooks = [
         module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
@@ -210,7 +210,7 @@ def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Inp
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return largest
 
 
 @torch.no_grad()
