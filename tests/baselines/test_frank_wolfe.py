@@ -18,7 +18,7 @@ def test_a_vertex_is_the_best_point_of_its_ball(method):
     m = torch.randn(4, 4, generator=generator)
     mask = torch.zeros(16, dtype=torch.bool)
     mask[m.flatten().abs().topk(4).indices] = True
-    v = optimizer.vertex(m, mask.view(4, 4), torch.tensor(2.0))
+    (v,) = optimizer.vertices([m], [mask.view(4, 4)], [torch.tensor(2.0)])
     assert int(v.count_nonzero()) == 4
     torch.testing.assert_close(v.norm(), torch.tensor(2.0))
     for _ in range(500):  # other vertices of the same ball

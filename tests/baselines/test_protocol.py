@@ -126,6 +126,17 @@ def test_a_resumed_training_is_the_same_bit_for_bit(method, base_of, cut):
 
 
 @each_method
+def test_a_step_without_gradients_moves_nothing(method):
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = method(model, torch.optim.SGD(model.parameters(), 0.1))
+    with optimizer.compressed():
+        pass
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@each_method
 def test_a_step_with_closure_equals_one_without(method):
     model, twin = build(), build()
     optimizer, other = method(model, sgd(model)), method(twin, sgd(twin))

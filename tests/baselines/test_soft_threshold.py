@@ -117,6 +117,30 @@ def test_q_k_and_v_have_thresholds_of_their_own():
     assert len(optimizer.tensors()["thresholds"]["in_proj_weight"].unique()) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_q_k_and_v_move_by_their_thresholds_and_return_their_gradients(dtype):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2).to(dtype)
+    optimizer = STR(model, sgd(model), "uniform:0.5")
+    s = optimizer.tensors()["thresholds"]["in_proj_weight"]
+    s.copy_(torch.tensor([-1.0, -2.0, -3.0]).view_as(s))
+    before = model.in_proj_weight.detach().to(s.dtype).view(3, 8, 8)
+    exact = s.clone().requires_grad_()
+    expected = before.sign() * (before.abs() - exact.sigmoid()).relu()
+    gradient = torch.randn(24, 8).to(dtype)
+    with optimizer.compressed():
+        moved = model.in_proj_weight.detach().clone()
+        model.in_proj_weight.grad = gradient.clone()
+    assert torch.equal(moved != 0, optimizer.masks["in_proj_weight"])
+    assert torch.equal(moved != 0, expected.flatten(0, 1) != 0)
+    tiny = torch.finfo(dtype).tiny  # what float16 would round to zero
+    torch.testing.assert_close(moved, expected.detach().flatten(0, 1).to(dtype), rtol=0, atol=tiny)
+    with torch.no_grad():
+        optimizer.combine_()
+    expected.backward(gradient.to(s.dtype).view(3, 8, 8))
+    torch.testing.assert_close(s.grad, exact.grad)
+
+
 def test_thresholds_train_with_the_options_of_the_weights_or_their_own():
     model = build()
     STR(model, base := sgd(model), "global:0.5")

@@ -152,8 +152,7 @@ class Baseline(Wrapper):
 
     def set_masks(self, masks: Masks) -> None:
         """Replaces the masks, at the addresses that a captured graph reads."""
-        for name, mask in masks.items():
-            self.masks[name].copy_(mask)
+        torch._foreach_copy_([self.masks[name] for name in masks], list(masks.values()))
 
     def hold_(self) -> None:
         """Zeroes the pruned weights and their moments, as after a change of the masks."""

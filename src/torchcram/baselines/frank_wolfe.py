@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torchcram.baselines.base import Baseline
 from torchcram.baselines.scores import scalar_for
 from torchcram.selection import keep_largest_each
+from torchcram.weights import zero_unmasked_
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -87,13 +89,13 @@ class FrankWolfe(Baseline):
         self._share = scalar_for(self.weights)
 
     @abstractmethod
-    def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
-        """Returns the vertex v of length tau that minimizes <m, v>.
+    def vertices(self, m: list[Tensor], masks: list[Tensor], tau: list[Tensor]) -> list[Tensor]:
+        """Returns for every layer the vertex v of length tau that minimizes <m, v>.
 
         Args:
-            m: Momentum of the gradient of a layer.
-            mask: Mask of the K largest magnitudes of m.
-            tau: Length of v.
+            m: Momenta of the gradients.
+            masks: Masks of the K largest magnitudes of m.
+            tau: Lengths of v.
         """
 
     def count(self, m: Tensor) -> int:
@@ -114,20 +116,26 @@ class FrankWolfe(Baseline):
             for name, weight in self.weights.items()
             if weight.grad is not None and id(weight) in rates
         }
-        for name, gradient in gradients.items():
-            m = self._momenta[name]
+        if not gradients:
+            return
+        weights = [self.weights[name] for name in gradients]
+        momenta = [self._momenta[name] for name in gradients]
+        for m, gradient in zip(momenta, gradients.values(), strict=True):
             if self.averages:
                 m.lerp_(gradient, self._share.to(m))
             else:
                 m.mul_(self.momentum).add_(gradient)
-        momenta = [self._momenta[name] for name in gradients]
         masks = keep_largest_each(momenta, [self.count(m) for m in momenta])
-        for name, mask in zip(gradients, masks, strict=True):
-            weight, m = self.weights[name], self._momenta[name]
-            v = self.vertex(m, mask, self._radii[name])
-            length = self.lr_scale * rates[id(weight)] * _norm(m)
-            gap = _norm(v - weight).clamp(min=torch.finfo(length.dtype).tiny)
-            weight.lerp_(v, (length / gap).clamp(max=1).to(weight.dtype))  # w + eta (v - w)
+        vertices = self.vertices(momenta, masks, [self._radii[name] for name in gradients])
+        lengths = [
+            self.lr_scale * rates[id(weight)] * length
+            for weight, length in zip(weights, _norms(momenta), strict=True)
+        ]
+        gaps = _divisors(list(torch._foreach_sub(vertices, weights)))
+        etas = torch._foreach_div(lengths, gaps)
+        torch._foreach_clamp_max_(etas, 1)
+        for weight, v, eta in zip(weights, vertices, etas, strict=True):
+            weight.lerp_(v, eta.to(weight.dtype))  # w + eta (v - w)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the momenta m and the radii tau."""
@@ -135,7 +143,7 @@ class FrankWolfe(Baseline):
 
     @torch.no_grad()
     def _radius_of(self, weight: Tensor) -> Tensor:
-        length = _norm(weight)
+        (length,) = _norms([weight])
         return self.radius * torch.where(length > 0, length, 1)
 
     @contextmanager
@@ -184,9 +192,12 @@ class SFW(FrankWolfe):
     averages = True
     fraction, radius, momentum, lr_scale = 0.05, 15.0, 0.9, 10.0
 
-    def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
+    def vertices(self, m: list[Tensor], masks: list[Tensor], tau: list[Tensor]) -> list[Tensor]:
         """Returns v = -tau / sqrt(K) sign(m) on the K largest."""
-        return m.sign().masked_fill_(mask.logical_not(), 0).mul_(-tau / self.count(m) ** 0.5)
+        v = list(torch._foreach_sign(m))
+        zero_unmasked_(v, masks)
+        torch._foreach_mul_(v, torch._foreach_div(tau, [-(self.count(each) ** 0.5) for each in m]))
+        return v
 
 
 class CompressionAwareSFW(FrankWolfe):
@@ -219,15 +230,24 @@ class CompressionAwareSFW(FrankWolfe):
 
     fraction, radius, momentum, lr_scale = 0.3, 10.0, 0.9, 1.0
 
-    def vertex(self, m: Tensor, mask: Tensor, tau: Tensor) -> Tensor:
+    def vertices(self, m: list[Tensor], masks: list[Tensor], tau: list[Tensor]) -> list[Tensor]:
         """Returns v = -tau m_K / |m_K|."""
-        largest = m.masked_fill(mask.logical_not(), 0)
-        length = _norm(largest)
-        return largest.div_(length.clamp(min=torch.finfo(length.dtype).tiny)).mul_(-tau)
+        v = list(torch._foreach_neg(m))
+        zero_unmasked_(v, masks)
+        torch._foreach_div_(v, _divisors(v))
+        torch._foreach_mul_(v, tau)
+        return v
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    """Returns the Euclidean length of a tensor, at least in float32."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    length: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-    return length
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the Euclidean lengths of tensors, at least in float32."""
+    dtypes = (tensor.dtype for tensor in tensors)
+    widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return list(torch._foreach_norm(tensors, 2, dtype=widest))
+
+
+def _divisors(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the lengths of tensors to divide by: tiny ones instead of zero."""
+    lengths = _norms(tensors)
+    torch._foreach_clamp_min_(lengths, [torch.finfo(length.dtype).tiny for length in lengths])
+    return lengths

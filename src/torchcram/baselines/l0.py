@@ -12,10 +12,12 @@ from torch import Tensor
 from torchcram.baselines.base import STATE, Baseline
 from torchcram.baselines.scores import (
     as_magnitudes,
+    gradients_of,
     in_layers,
     per_weight,
     set_magnitudes_,
     shortfall,
+    sigmoid_slopes,
 )
 from torchcram.weights import apply_masks_
 
@@ -110,16 +112,22 @@ class L0(Baseline):
     def update_masks(self) -> None:
         """Draws the gates z of a step; M marks the open ones."""
         self._before_draw = [generator.get_state() for generator in self._generators.values()]
-        for name, log_a in self._log_a.items():
-            gate = self._gates[name].uniform_(generator=self._generators[log_a.device])
-            gate.logit_().add_(log_a).div_(BETA).sigmoid_()  # y
-            gate.mul_(ZETA - GAMMA).add_(GAMMA).clamp_(0, 1)
-            self.masks[name].copy_(gate > 0)
+        gates = list(self._gates.values())
+        for gate in gates:
+            gate.uniform_(generator=self._generators[gate.device]).logit_()
+        torch._foreach_add_(gates, list(self._log_a.values()))
+        torch._foreach_div_(gates, BETA)
+        torch._foreach_sigmoid_(gates)  # y
+        torch._foreach_mul_(gates, ZETA - GAMMA)
+        torch._foreach_add_(gates, GAMMA)
+        torch._foreach_clamp_min_(gates, 0)
+        torch._foreach_clamp_max_(gates, 1)
+        for name, gate in self._gates.items():
+            torch.gt(gate, 0, out=self.masks[name])
 
     def move_(self) -> None:
         """Moves to w~ = z w."""
-        for name, weight in self.weights.items():
-            weight.mul_(self._gates[name])
+        torch._foreach_mul_(list(self.weights.values()), list(self._gates.values()))
         apply_masks_(self.weights, self.masks)
 
     def test_point_(self) -> None:
@@ -130,22 +138,30 @@ class L0(Baseline):
     def combine_(self) -> None:
         """Derives the gradients of w and of log a from the gradient at w~, with the penalty."""
         count = sum(weight.numel() for weight in self.weights.values())
+        opened = torch._foreach_sub(list(self._log_a.values()), BETA * CLOSED)
+        torch._foreach_sigmoid_(opened)  # P(z > 0)
+        pulls = dict(zip(self._log_a, sigmoid_slopes(opened), strict=True))
+        torch._foreach_mul_(list(pulls.values()), self.penalty / count)
         for name, log_a in self._log_a.items():
-            opened = (log_a - BETA * CLOSED).sigmoid_()  # P(z > 0)
-            log_a.grad = opened.mul_(1 - opened).mul_(self.penalty / count)
-            weight, gate = self.weights[name], self._gates[name]
-            if weight.grad is None:
-                continue
-            y = (gate - GAMMA) / (ZETA - GAMMA)
-            slope = y * (1 - y) * ((ZETA - GAMMA) / BETA)  # of z where it is not clipped
-            slope.masked_fill_((gate == 0) | (gate == 1), 0)
-            log_a.grad.add_(slope.mul_(weight.grad).mul_(weight))
-            weight.grad.mul_(gate)
+            log_a.grad = pulls[name]
+        gradients = gradients_of(self.weights)
+        if not gradients:
+            return
+        gates = [self._gates[name] for name in gradients]
+        y = torch._foreach_sub(gates, GAMMA)
+        torch._foreach_div_(y, ZETA - GAMMA)
+        slopes = sigmoid_slopes(y)  # of z
+        torch._foreach_mul_(slopes, (ZETA - GAMMA) / BETA)
+        torch._foreach_mul_(slopes, torch._foreach_sign(torch._foreach_frac(gates)))  # 0 if clipped
+        torch._foreach_mul_(slopes, list(gradients.values()))
+        torch._foreach_mul_(slopes, [self.weights[name] for name in gradients])
+        torch._foreach_add_([pulls[name] for name in gradients], slopes)
+        torch._foreach_mul_(list(gradients.values()), gates)
 
     def project_(self) -> None:
         """Keeps log a within the bounds."""
-        for log_a in self._log_a.values():
-            log_a.clamp_(-LARGEST, LARGEST)
+        torch._foreach_clamp_min_(list(self._log_a.values()), -LARGEST)
+        torch._foreach_clamp_max_(list(self._log_a.values()), LARGEST)
 
     def final_masks(self) -> Masks:
         """Returns the masks of the largest |z w|, then of the largest log a among closed gates."""

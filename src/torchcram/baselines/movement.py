@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchcram.baselines.scheduled import Scheduled
-from torchcram.baselines.scores import as_magnitudes, per_weight, scalar_for
+from torchcram.baselines.scores import (
+    as_magnitudes,
+    gradients_of,
+    per_weight,
+    scalar_for,
+    sigmoid_slopes,
+)
 from torchcram.sharding import local
 from torchcram.weights import mask_gradients_
 
@@ -78,11 +84,14 @@ class Movement(Scheduled):
 
     def combine_(self) -> None:
         """Derives the gradients of w and of S from the gradient at w~."""
-        for name, score in self._scores.items():
-            weight = self.weights[name]
+        gradients = gradients_of(self.weights)
+        for score in self._scores.values():
             score.grad = None
-            if weight.grad is not None:
-                score.grad = (local(weight.grad) * local(weight).detach()).to(score.dtype)
+        if gradients:
+            weights = [local(self.weights[name]) for name in gradients]
+            products = torch._foreach_mul(list(gradients.values()), weights)
+            for name, product in zip(gradients, products, strict=True):
+                self._scores[name].grad = product.to(self._scores[name].dtype)
         mask_gradients_(self.weights, self.masks)
 
 
@@ -152,10 +161,14 @@ class SoftMovement(Movement):
     def combine_(self) -> None:
         """Adds the gradient of the penalty to that of S."""
         super().combine_()
-        for score in self._scores.values():
-            share = score.sigmoid()
-            pull = share * (1 - share) * self._pull.to(share)
-            score.grad = pull if score.grad is None else score.grad.add_(pull)
+        gradients = gradients_of(self._scores)
+        slopes = sigmoid_slopes(torch._foreach_sigmoid(list(self._scores.values())))
+        torch._foreach_mul_(slopes, [self._pull.to(slope) for slope in slopes])
+        pulls = dict(zip(self._scores, slopes, strict=True))
+        if gradients:
+            torch._foreach_add_([pulls[name] for name in gradients], list(gradients.values()))
+        for name, score in self._scores.items():
+            score.grad = pulls[name]
 
 
 def _logit(p: float) -> float:

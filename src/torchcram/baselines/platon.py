@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchcram.baselines.scheduled import Scheduled
-from torchcram.baselines.scores import as_magnitudes, per_weight
+from torchcram.baselines.scores import as_magnitudes, gradients_of, per_weight
 from torchcram.layers import like
 from torchcram.sharding import local
 from torchcram.weights import apply_masks_
@@ -85,14 +87,19 @@ class PLATON(Scheduled):
 
     def combine_(self) -> None:
         """Updates the averages; the gradient stays dense."""
-        for name, average in self._sensitivity.items():
-            weight = self.weights[name]
-            if weight.grad is None:
-                continue
-            sensitivity = (local(weight).detach() * local(weight.grad)).abs().to(average.dtype)
-            average.lerp_(sensitivity, 1 - self.beta1)
-            deviation = sensitivity.sub_(average).abs_()
-            self._uncertainty[name].lerp_(deviation, 1 - self.beta2)
+        gradients = gradients_of(self.weights)
+        if not gradients:
+            return
+        averages = [self._sensitivity[name] for name in gradients]
+        weights = [local(self.weights[name]) for name in gradients]
+        products = torch._foreach_mul(weights, list(gradients.values()))
+        torch._foreach_abs_(products)
+        sensitivities = [each.to(mean.dtype) for each, mean in zip(products, averages, strict=True)]
+        torch._foreach_lerp_(averages, sensitivities, 1 - self.beta1)
+        torch._foreach_sub_(sensitivities, averages)
+        torch._foreach_abs_(sensitivities)  # |I - I_avg|
+        uncertainties = [self._uncertainty[name] for name in gradients]
+        torch._foreach_lerp_(uncertainties, sensitivities, 1 - self.beta2)
 
     def project_(self) -> None:
         """Prunes what the step has changed."""

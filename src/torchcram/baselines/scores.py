@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from torchcram.layers import layout_of, like, local_weights
 from torchcram.operators import GlobalTopK, Sparsifier
+from torchcram.sharding import local
 
 if TYPE_CHECKING:
     from torchcram.weights import Masks, Weights
@@ -91,6 +93,25 @@ def in_layers(weights: Weights, name: str, tensor: Tensor | None = None) -> Tens
     tensor = weights[name] if tensor is None else tensor
     view: Tensor = tensor.detach().unflatten(0, (layout_of(weights, name).layers, -1))
     return view
+
+
+def each_in_layers(weights: Weights, tensors: Weights | None = None) -> list[Tensor]:
+    """Views all weights, or tensors by the names of some, as `in_layers` does."""
+    tensors = weights if tensors is None else tensors
+    return [in_layers(weights, name, tensor) for name, tensor in tensors.items()]
+
+
+def gradients_of(tensors: Weights) -> dict[str, Tensor]:
+    """Returns the gradients of the tensors that have one, by name; of shards, the local rows."""
+    return {name: local(t.grad) for name, t in tensors.items() if t.grad is not None}
+
+
+def sigmoid_slopes(values: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the derivatives p (1 - p) of sigmoids by their values p."""
+    slopes = list(torch._foreach_neg(list(values)))
+    torch._foreach_add_(slopes, 1)
+    torch._foreach_mul_(slopes, list(values))
+    return slopes
 
 
 def shortfall(

@@ -6,9 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchcram.baselines.base import Baseline
 from torchcram.baselines.scores import (
     as_magnitudes,
+    each_in_layers,
+    gradients_of,
     in_layers,
     per_layer,
     set_magnitudes_,
@@ -77,7 +81,7 @@ class STR(Baseline):
     @property
     def thresholds(self) -> dict[str, Tensor]:
         """Thresholds t by the names of the weights, with an entry for every layer of a weight."""
-        return {name: s.sigmoid() for name, s in self._s.items()}
+        return dict(zip(self._s, torch._foreach_sigmoid(list(self._s.values())), strict=True))
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the parameters s of the thresholds."""
@@ -92,25 +96,41 @@ class STR(Baseline):
 
     def update_masks(self) -> None:
         """Marks what the thresholds prune: M = |w| > t."""
-        self.set_masks({name: score > 0 for name, score in self.scores().items()})
+        magnitudes = torch._foreach_abs(each_in_layers(self.weights))
+        masks = each_in_layers(self.weights, self.masks)
+        for mask, magnitude, t in zip(masks, magnitudes, self.thresholds.values(), strict=True):
+            torch.gt(magnitude, t, out=mask)
 
     def move_(self) -> None:
-        """Moves to w~."""
-        self._shrink_(self.thresholds)
+        """Moves to w~, in which no kept weight is zero."""
+        weights = each_in_layers(self.weights)
+        signs = torch._foreach_sign(weights)
+        torch._foreach_abs_(weights)
+        torch._foreach_sub_(weights, list(self.thresholds.values()))
+        torch._foreach_clamp_min_(weights, [torch.finfo(weight.dtype).tiny for weight in weights])
+        torch._foreach_mul_(weights, signs)
         apply_masks_(self.weights, self.masks)
 
     def combine_(self) -> None:
         """Derives the gradients of w and of s from the gradient at w~."""
         mask_gradients_(self.weights, self.masks)
-        for name, threshold in self.thresholds.items():
-            gradient = self.weights[name].grad
-            if gradient is None:
-                self._s[name].grad = None
-                continue
-            inward = in_layers(self.weights, name, gradient) * in_layers(self.weights, name).sign()
-            layer = tuple(range(1, inward.dim()))
-            total = inward.sum(layer, keepdim=True, dtype=threshold.dtype)
-            self._s[name].grad = -threshold * (1 - threshold) * total
+        gradients = gradients_of(self.weights)
+        for s in self._s.values():
+            s.grad = None
+        if not gradients:
+            return
+        inward = torch._foreach_sign([self.weights[name] for name in gradients])
+        torch._foreach_mul_(inward, list(gradients.values()))
+        layers = each_in_layers(self.weights, dict(zip(gradients, inward, strict=True)))
+        thresholds = torch._foreach_sigmoid([self._s[name] for name in gradients])
+        slopes = torch._foreach_mul(thresholds, torch._foreach_sub(thresholds, 1))  # -t (1 - t)
+        totals = [
+            layer.sum(tuple(range(1, layer.dim())), keepdim=True, dtype=slope.dtype)
+            for layer, slope in zip(layers, slopes, strict=True)
+        ]
+        torch._foreach_mul_(slopes, totals)
+        for name, slope in zip(gradients, slopes, strict=True):
+            self._s[name].grad = slope
 
     def final_masks(self) -> Masks:
         """Returns the masks of the largest |w| - t."""
@@ -119,10 +139,6 @@ class STR(Baseline):
     def final_weights_(self) -> None:
         """Moves to w~ for good; thresholds above a kept weight are lowered first."""
         lower = shortfall(self.operator, self.weights, self.scores(), self.masks)
-        self._shrink_({name: (t - lower[name]).clamp(min=0) for name, t in self.thresholds.items()})
-
-    def _shrink_(self, thresholds: Mapping[str, Tensor]) -> None:
-        """Brings weights nearer to zero by their threshold, but none to zero itself."""
-        for name, threshold in thresholds.items():
+        for name, threshold in self.thresholds.items():
             weight = in_layers(self.weights, name)
-            set_magnitudes_(weight, weight.abs() - threshold)
+            set_magnitudes_(weight, weight.abs() - (threshold - lower[name]).clamp(min=0))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchcram.baselines.base import Baseline
+from torchcram.baselines.scores import gradients_of
 from torchcram.layers import local_weights
 from torchcram.sharding import local
 
@@ -55,7 +58,7 @@ class SRSTE(Baseline):
 
     def combine_(self) -> None:
         """Adds the decay of pruned weights: g~ = g + decay (1 - M) * w."""
-        for name, weight in self.weights.items():
-            if weight.grad is not None:
-                pruned = local(weight).masked_fill(self.masks[name], 0)
-                local(weight.grad).add_(pruned, alpha=self.decay)
+        gradients = gradients_of(self.weights)
+        pruned = [local(self.weights[name]).masked_fill(self.masks[name], 0) for name in gradients]
+        if pruned:
+            torch._foreach_add_(list(gradients.values()), pruned, alpha=self.decay)
