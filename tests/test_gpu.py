@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from torchcram import CRAM_PLUS, NM, CrAM, GlobalTopK, Quantize, UniformTopK, sparsity
 from torchcram.artifact.integers import fit
-from torchcram.selection import keep_largest, keep_largest_
+from torchcram.selection import keep_largest, keep_largest_, keep_largest_each
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +44,20 @@ def test_selection_over_many_real_sizes(dtype):
                 assert torch.equal(masks[i].cpu(), expected)
                 assert torch.equal(again[i], masks[i])
                 assert torch.equal(pruned[i], moved[i].masked_fill(~masks[i], 0))
+
+
+@pytest.mark.parametrize("layers", [1, 6, 24])
+def test_selection_of_almost_all_weights(layers):
+    shapes = [(384, 384)] * 4 + [(1536, 384), (384, 1536), (96, 300)]
+    tensors = [torch.randn(shape, device="cuda") * 0.05 for _ in range(layers) for shape in shapes]
+    for dropped in (0, 1, 40):
+        keep = [tensor.numel() - dropped for tensor in tensors]
+        each = keep_largest_each(tensors, keep)
+        assert [int(mask.sum()) for mask in each] == keep
+        total = sum(keep)
+        assert sum(int(mask.sum()) for mask in keep_largest(tensors, total)) == total
+        for mask, tensor in zip(each, tensors, strict=True):
+            assert not dropped or tensor[~mask].abs().max() < tensor[mask].abs().min()
 
 
 @pytest.mark.parametrize("operator", [Quantize(8), Quantize(4), Quantize(3, 16)], ids=str)

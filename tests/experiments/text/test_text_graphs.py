@@ -121,6 +121,8 @@ def test_batches_of_all_lengths_share_one_compilation(tiny, questions, monkeypat
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("method", ["adam", "cram-plus-multi"])
 def test_graphs_train_as_plain_steps_do(method, compiled, tiny, questions):

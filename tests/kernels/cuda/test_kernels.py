@@ -7,6 +7,7 @@ from test_selection import KINDS, by_sorting, make
 pytest.importorskip("triton")
 
 from torchcram.kernels import cuda as _kernels
+from torchcram.kernels.cuda import select
 from torchcram.kernels.cuda.chunks import CHUNK
 from torchcram.kernels.cuda.select import SAMPLE
 
@@ -67,6 +68,26 @@ def test_a_sample_that_misleads_costs_passes_only(where):
     for keep in (200, size // 2, size - 200):
         mask = _kernels.keep_largest([x.to(DEVICE)], [keep], [0])[0]
         assert torch.equal(mask.cpu(), by_sorting([x], keep)[0])
+
+
+@pytest.mark.parametrize("missing", [0, 1, 500])
+def test_all_keys_are_kept_where_rounding_puts_the_rank_above_the_sample(missing, monkeypatch):
+    """The kernel divides by the size of a segment, on a GPU with an error of two units."""
+    addresses = select._addresses
+
+    def smaller(*args, **options):
+        table, words = addresses(*args, **options)
+        words = words.clone()
+        words[-table.segments.numel() :].view(-1, 3)[:, 2] -= missing
+        return table, words
+
+    monkeypatch.setattr(select, "_addresses", smaller)
+    tensors = [torch.randn(96, 192, device=DEVICE) * 0.05 for _ in range(3)]
+    for dropped in (0, 1, 50):
+        keep = [t.numel() - dropped for t in tensors]
+        masks = _kernels.keep_largest(tensors, keep, range(len(tensors)))
+        for mask, tensor, count in zip(masks, tensors, keep, strict=True):
+            assert torch.equal(mask.cpu(), by_sorting([tensor.cpu()], count)[0])
 
 
 def test_unaligned_memory():

@@ -213,7 +213,8 @@ def _guess(segment, rows, segments, keep, state, unsettled,
     # rank of the k-th key in the sample, plus or minus five standard deviations
     total = tl.load(about + 2).to(tl.float32)
     rank = kept_count.to(tl.float32) / total * SAMPLE
-    margin = 5 * tl.sqrt(rank * (1 - rank / SAMPLE)) + 8
+    # where all keys are kept, rounding may put the rank above the size of the sample
+    margin = 5 * tl.sqrt(tl.maximum(rank * (1 - rank / SAMPLE), 0.0)) + 8
     more = (rank + margin).to(tl.int64)
     less = tl.maximum((rank - margin).to(tl.int64), 0)
     # largest keys that at least `more`, `less` and `rank` of the sample reach, bit by bit; three
@@ -350,13 +351,14 @@ def _refine(segment, segments, state, coarse):
         above = _fresh(here + 7)
         total = tl.load(segments + segment * SEGMENT + 2).to(tl.float32)
         rank = tl.load(here + 3).to(tl.float32) / total * seen
-        margin = 8 * tl.sqrt(rank * (1 - rank / seen)) + 8
+        margin = 8 * tl.sqrt(tl.maximum(rank * (1 - rank / seen), 0.0)) + 8
         at_or_above = above + tl.sum(count) - tl.cumsum(count, 0) + count
         lower = tl.sum((at_or_above >= (rank + margin).to(tl.int64)).to(tl.int64)) - 1
         upper = tl.sum((at_or_above >= (rank - margin).to(tl.int64)).to(tl.int64))
         if rank - margin > above.to(tl.float32):
             last = tl.minimum(last, low + (tl.maximum(upper, 1) << shift) - 1)
-        _narrow(here, low + (tl.maximum(lower, 0) << shift), last)
+        # never empty: keys between its ends would be counted twice
+        _narrow(here, tl.minimum(low + (tl.maximum(lower, 0) << shift), last), last)
         tl.store(here + 7, 0)
 
 
