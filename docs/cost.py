@@ -51,7 +51,7 @@ def _named(*names: str) -> dict[str, str]:
 PANELS = {
     "cifar10-jpeg/resnet20": Panel(
         "ResNet20 on CIFAR-10 (as JPEG)",
-        targets=tuple(f"global:{level}" for level in (0.7, 0.8, 0.9, 0.95)),
+        targets=tuple(f"global:{level}" for level in (0.5, 0.7, 0.8, 0.9, 0.95)),
         methods=_named("cram-plus-multi", "cram-plus-multi-1x", "sgd", "sfw")
         | _named("gradual-magnitude", "dpf", "acdc", "str"),
     ),
