@@ -178,6 +178,15 @@ def test_a_linear_layer_computes_a_pointwise_convolution(
         assert found.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_outputs_are_put_into_channels_last():
+    class Transposed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).movedim(-1, 0).contiguous().movedim(0, -1)
+
+    found = PointwiseConv2d(Transposed(8, 4))(torch.randn(2, 8, 5, 3))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("conv", "reason"),
     [

@@ -118,8 +118,8 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class PointwiseConv2d(nn.Module):
     """A convolution with kernels of 1x1, computed by a Linear layer with a row per pixel.
 
-    Inputs in channels_last are such rows already; others are copied, and outputs are always in
-    channels_last.
+    Inputs in channels_last are such rows already; others are copied. Outputs are in channels_last,
+    into which those of 2:4 kernels are copied.
 
     Args:
         linear: Layer that maps (..., input channels) to (..., output channels).
@@ -136,7 +136,7 @@ class PointwiseConv2d(nn.Module):
         down, right = self.stride
         pixels = x[..., ::down, ::right].movedim(-3, -1).contiguous()
         y: Tensor = self.linear(pixels)
-        return y.movedim(-1, -3)
+        return y.contiguous().movedim(-1, -3)
 
 
 def why_not_pointwise(layer: nn.Conv2d) -> str | None:
