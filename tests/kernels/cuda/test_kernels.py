@@ -70,7 +70,7 @@ def test_a_sample_that_misleads_costs_passes_only(where):
         assert torch.equal(mask.cpu(), by_sorting([x], keep)[0])
 
 
-@pytest.mark.parametrize("missing", [0, 1, 500])
+@pytest.mark.parametrize("missing", [-500, 0, 1, 500])
 def test_all_keys_are_kept_where_rounding_puts_the_rank_above_the_sample(missing, monkeypatch):
     """The kernel divides by the size of a segment, on a GPU with an error of two units."""
     addresses = select._addresses
