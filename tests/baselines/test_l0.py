@@ -7,8 +7,9 @@ import torch
 from digits import accuracy, digit_batches, net, pruned
 from problems import adamw, batches, build, sgd, train
 
-from torchcram import sparsity
-from torchcram.baselines import L0
+from torchcram import parse_operator, sparsity
+from torchcram.baselines import L0, SparsitySchedule
+from torchcram.baselines.penalty import AdaptivePenalty, sparsity_of
 
 
 def share_closed(optimizer):
@@ -53,6 +54,48 @@ def test_the_penalty_does_not_depend_on_the_number_of_weights():
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-3)
     opened = 1 / (1 + math.exp(-(math.log(0.7 / 0.3) - 2 / 3 * math.log(0.1 / 1.1))))
     assert gradients[0] == pytest.approx(3 * opened * (1 - opened), rel=1e-2)
+
+
+@pytest.mark.parametrize("target", ["global:0.5", "uniform:0.8", "nm:1:4"])
+def test_an_adaptive_penalty_reaches_the_target(target):
+    model = net()
+    base = torch.optim.Adam(model.parameters(), 5e-3)
+    optimizer = L0(model, base, target, gate_lr=0.1, drop_rate=0.1, end=450)
+    data, wanted, shares = digit_batches(600), sparsity_of(optimizer.operator), []
+    for part in range(4):
+        train(model, optimizer, data[150 * part : 150 * (part + 1)])
+        shares.append(optimizer.reached_sparsity())
+    assert shares[0] < shares[1] < shares[2] == pytest.approx(wanted, abs=0.05)
+    assert shares[3] == pytest.approx(wanted, abs=0.02)
+    optimizer.finish()
+    assert accuracy(model) > 0.8
+
+
+def test_the_factor_of_an_adaptive_penalty():
+    weights = dict(build().named_parameters())
+    penalty = AdaptivePenalty(SparsitySchedule(100), parse_operator("global:0.8"), weights)
+    u = 0.0
+    for step, reached in ((10, 0.0), (20, 0.5), (50, 0.9), (100, 0.8), (200, 0.7)):
+        penalty.set_step_(step)
+        error = 0.8 * (1 - max(1 - step / 100, 0) ** 3) - reached
+        u += 3 * error
+        factor = penalty.follow_(torch.tensor(reached))
+        assert factor.item() == pytest.approx(math.sinh(u + 30 * error), rel=1e-4, abs=1e-4)
+    assert penalty.u.item() == pytest.approx(u, rel=1e-5)
+    for _ in range(1000):
+        factor = penalty.follow_(torch.tensor(0.0))
+    assert factor.isfinite()
+    assert penalty.u == 20
+
+
+def test_an_adaptive_penalty_has_to_end_within_the_training():
+    model = build()
+    with pytest.raises(ValueError, match="end must be None or at least 1, got 0"):
+        L0(model, sgd(model), "global:0.5", end=0)
+    optimizer = L0(model, sgd(model), "global:0.5", end=10)
+    optimizer.check_length(11)
+    with pytest.raises(ValueError, match="the schedule ends at step 10"):
+        optimizer.check_length(10)
 
 
 def gate(log_a):

@@ -36,6 +36,9 @@ METHODS = {
     ),
     "STR": lambda model, base, target="global:0.9": STR(model, base, target, initial=-3.0),
     "l0": lambda model, base, target="global:0.9": L0(model, base, target, penalty=100),
+    "adaptive l0": lambda model, base, target="global:0.9": L0(
+        model, base, target, penalty=1, end=6
+    ),
     "movement": lambda model, base, target="global:0.9": Movement(
         model, base, target, schedule=SCHEDULE
     ),

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from torchcram.baselines.base import STATE, Baseline
+from torchcram.baselines.penalty import AdaptivePenalty
+from torchcram.baselines.schedule import SparsitySchedule, Steps
 from torchcram.baselines.scores import (
     as_magnitudes,
     gradients_of,
@@ -57,14 +59,19 @@ class L0(Baseline):
     0, 1), and the Top-K of |z w| remain. If fewer gates are open, log a rises by one amount for
     all, in each layer where the target is one of each layer.
 
+    Which sparsity a penalty leads to is not known in advance. With `end`, the penalty adapts itself
+    during training, so that the sparsity grows to that of the target (see `AdaptivePenalty`).
+
     Args:
         model: Model to train.
         base: Optimizer that takes the steps, also those of the gates.
         operator: Target, such as "global:0.9".
-        penalty: Factor of the penalty.
+        penalty: Factor of the penalty; an adaptive one is a multiple of it, and 1 is a good unit.
         drop_rate: Rate at which gates are closed in the beginning; log a is drawn around
             log((1 - drop_rate) / drop_rate), with a standard deviation of 0.01.
         gate_lr: Learning rate of log a; by default that of the weights.
+        end: Step at which the sparsity, which grows by a cubic schedule, is to be that of the
+            target; by default the penalty is not adapted.
         seed: Seed of the random numbers, the same on every rank.
         weights: Weights to prune; by default all `compressible_weights(model)`.
 
@@ -83,6 +90,7 @@ class L0(Baseline):
         penalty: float = 1.0,
         drop_rate: float = 0.3,
         gate_lr: float | None = None,
+        end: Steps | None = None,
         seed: int = 0,
         weights: Weights | None = None,
     ) -> None:
@@ -92,9 +100,14 @@ class L0(Baseline):
             raise ValueError(f"drop_rate must be in (0, 1), got {drop_rate}")
         if gate_lr is not None and not gate_lr >= 0:
             raise ValueError(f"gate_lr must be None or at least 0, got {gate_lr}")
+        if end is not None and end < 1:
+            raise ValueError(f"end must be None or at least 1, got {end}")
         super().__init__(model, base, operator, weights=weights)
         self.require_whole()
         self.penalty = penalty
+        self._adaptive: AdaptivePenalty | None = None
+        if end is not None:
+            self._adaptive = AdaptivePenalty(SparsitySchedule(end), self.operator, self.weights)
         devices = dict.fromkeys(weight.device for weight in self.weights.values())
         self._generators = {each: torch.Generator(each).manual_seed(seed) for each in devices}
         self._before_draw: list[Tensor] = []  # states of the generators
@@ -106,8 +119,19 @@ class L0(Baseline):
         self.train_also("gates", self._log_a, lr=gate_lr, weight_decay=0.0)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns log a of the gates."""
-        return {"log_a": self._log_a}
+        """Returns log a of the gates, and what an adaptive penalty depends on."""
+        kept = {"log_a": self._log_a}
+        return kept if self._adaptive is None else {**kept, "penalty": {"u": self._adaptive.u}}
+
+    def check_length(self, steps: int) -> None:
+        """Raises ValueError if the sparsity is to be reached after the end of the training."""
+        if self._adaptive is not None:
+            self._adaptive.schedule.check_length(steps)
+
+    def set_step_numbers_(self) -> None:
+        """Sets the sparsity that the penalty follows."""
+        if self._adaptive is not None:
+            self._adaptive.set_step_(self.steps)
 
     def update_masks(self) -> None:
         """Draws the gates z of a step; M marks the open ones."""
@@ -142,6 +166,9 @@ class L0(Baseline):
         torch._foreach_sigmoid_(opened)  # P(z > 0)
         pulls = dict(zip(self._log_a, sigmoid_slopes(opened), strict=True))
         torch._foreach_mul_(list(pulls.values()), self.penalty / count)
+        if self._adaptive is not None:
+            factor = self._adaptive.follow_(1 - self._open_count() / count)
+            torch._foreach_mul_(list(pulls.values()), [factor.to(p) for p in pulls.values()])
         for name, log_a in self._log_a.items():
             log_a.grad = pulls[name]
         gradients = gradients_of(self.weights)
@@ -174,6 +201,12 @@ class L0(Baseline):
             raised = in_layers(self.weights, name, log_a) + rise[name]
             weight = self.weights[name]
             set_magnitudes_(weight, weight.abs() * _gate(raised).flatten(0, 1))
+
+    def _open_count(self) -> Tensor:
+        """Returns the number of gates that are open without noise, in few kernels."""
+        gates = torch._foreach_sub(list(self._log_a.values()), CLOSED)
+        torch._foreach_clamp_min_(gates, 0)
+        return torch.stack(torch._foreach_norm(torch._foreach_sign(gates), 1)).sum()
 
     def _final_scores(self) -> dict[str, Tensor]:
         """Returns |z w| where the gate without noise is open, how far it is from that elsewhere."""
