@@ -23,10 +23,11 @@ Work = tuple[nn.Module, Tensor]
 
 
 def resnet50(images: int) -> Work:
-    """Returns ResNet50 and a batch of images."""
+    """Returns ResNet50 and a batch of images, in channels_last."""
     from torchvision.models import resnet50 as build
 
-    return build(), torch.randn(images, 3, 224, 224)
+    x = torch.randn(images, 3, 224, 224)
+    return build().to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
 
 
 class Encoder(nn.Module):

@@ -1,13 +1,14 @@
 """Gates: they learn to close, draw the same numbers everywhere, and the end is exact."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from digits import accuracy, digit_batches, net, pruned
 from problems import adamw, batches, build, sgd, train
 
-from torchcram import parse_operator, sparsity
+from torchcram import NM, Sparsifier, parse_operator, sparsity
 from torchcram.baselines import L0, SparsitySchedule
 from torchcram.baselines.penalty import AdaptivePenalty, sparsity_of
 
@@ -80,11 +81,12 @@ def test_the_factor_of_an_adaptive_penalty():
         error = 0.8 * (1 - max(1 - step / 100, 0) ** 3) - reached
         u += 3 * error
         factor = penalty.follow_(torch.tensor(reached))
-        assert factor.item() == pytest.approx(math.sinh(u + 30 * error), rel=1e-4, abs=1e-4)
+        expected = math.sinh(max(-20, min(u + 30 * error, 20)))
+        assert factor.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert penalty.u.item() == pytest.approx(u, rel=1e-5)
     for _ in range(1000):
         factor = penalty.follow_(torch.tensor(0.0))
-    assert factor.isfinite()
+    assert factor.item() == pytest.approx(math.sinh(20), rel=1e-4)
     assert penalty.u == 20
 
 
@@ -92,10 +94,37 @@ def test_an_adaptive_penalty_has_to_end_within_the_training():
     model = build()
     with pytest.raises(ValueError, match="end must be None or at least 1, got 0"):
         L0(model, sgd(model), "global:0.5", end=0)
+    with pytest.raises(ValueError, match="penalty must be greater than 0 to be adapted, got 0"):
+        L0(model, sgd(model), "global:0.5", penalty=0, end=5)
     optimizer = L0(model, sgd(model), "global:0.5", end=10)
     optimizer.check_length(11)
     with pytest.raises(ValueError, match="the schedule ends at step 10"):
         optimizer.check_length(10)
+
+
+def test_states_of_fixed_and_adaptive_penalties_are_told_apart():
+    states = []
+    for end in (None, 5):
+        model = build()
+        optimizer = L0(model, sgd(model), "global:0.5", end=end)
+        states.append((optimizer, optimizer.state_dict()))
+    (fixed, first), (adaptive, second) = states
+    with pytest.raises(ValueError, match="has adaptive penalties, and this optimizer fixed ones"):
+        fixed.load_state_dict(second)
+    with pytest.raises(ValueError, match="has fixed penalties, and this optimizer adaptive ones"):
+        adaptive.load_state_dict(first)
+
+
+def test_a_penalty_adapts_only_to_a_known_sparsity():
+    @dataclass(frozen=True)
+    class Half(Sparsifier):
+        def select(self, scores):
+            return NM(1, 2).select(scores)
+
+    model = build()
+    L0(model, sgd(model), Half())
+    with pytest.raises(ValueError, match="is not known in advance"):
+        L0(model, sgd(model), Half(), end=5)
 
 
 def gate(log_a):

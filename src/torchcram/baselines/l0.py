@@ -59,14 +59,18 @@ class L0(Baseline):
     0, 1), and the Top-K of |z w| remain. If fewer gates are open, log a rises by one amount for
     all, in each layer where the target is one of each layer.
 
-    Which sparsity a penalty leads to is not known in advance. With `end`, the penalty adapts itself
-    during training, so that the sparsity grows to that of the target (see `AdaptivePenalty`).
+    Which sparsity a penalty leads to is not known in advance. With `end`, it adapts itself to the
+    sparsity s of the gates without noise, which is to grow by the cubic schedule s(t)::
+
+        e      = s(t) - s
+        u     <- u + 300 e / end
+        factor = sinh(u + 30 e),    by which the penalty is multiplied
 
     Args:
         model: Model to train.
         base: Optimizer that takes the steps, also those of the gates.
         operator: Target, such as "global:0.9".
-        penalty: Factor of the penalty; an adaptive one is a multiple of it, and 1 is a good unit.
+        penalty: Factor of the penalty; with `end` its unit, for which 1 is a good value.
         drop_rate: Rate at which gates are closed in the beginning; log a is drawn around
             log((1 - drop_rate) / drop_rate), with a standard deviation of 0.01.
         gate_lr: Learning rate of log a; by default that of the weights.
@@ -102,6 +106,8 @@ class L0(Baseline):
             raise ValueError(f"gate_lr must be None or at least 0, got {gate_lr}")
         if end is not None and end < 1:
             raise ValueError(f"end must be None or at least 1, got {end}")
+        if end is not None and penalty == 0:
+            raise ValueError("penalty must be greater than 0 to be adapted, got 0")
         super().__init__(model, base, operator, weights=weights)
         self.require_whole()
         self.penalty = penalty
@@ -119,9 +125,12 @@ class L0(Baseline):
         self.train_also("gates", self._log_a, lr=gate_lr, weight_decay=0.0)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns log a of the gates, and what an adaptive penalty depends on."""
-        kept = {"log_a": self._log_a}
-        return kept if self._adaptive is None else {**kept, "penalty": {"u": self._adaptive.u}}
+        """Returns log a of the gates."""
+        return {"log_a": self._log_a}
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Returns the masks, log a, and what an adaptive penalty depends on."""
+        return [*super().kept_tensors(), *([self._adaptive.u] if self._adaptive else [])]
 
     def check_length(self, steps: int) -> None:
         """Raises ValueError if the sparsity is to be reached after the end of the training."""
@@ -165,6 +174,7 @@ class L0(Baseline):
         opened = torch._foreach_sub(list(self._log_a.values()), BETA * CLOSED)
         torch._foreach_sigmoid_(opened)  # P(z > 0)
         pulls = dict(zip(self._log_a, sigmoid_slopes(opened), strict=True))
+        del opened  # memory
         torch._foreach_mul_(list(pulls.values()), self.penalty / count)
         if self._adaptive is not None:
             factor = self._adaptive.follow_(1 - self._open_count() / count)
@@ -179,7 +189,11 @@ class L0(Baseline):
         torch._foreach_div_(y, ZETA - GAMMA)
         slopes = sigmoid_slopes(y)  # of z
         torch._foreach_mul_(slopes, (ZETA - GAMMA) / BETA)
-        torch._foreach_mul_(slopes, torch._foreach_sign(torch._foreach_frac(gates)))  # 0 if clipped
+        torch._foreach_copy_(y, gates)
+        torch._foreach_frac_(y)
+        torch._foreach_sign_(y)
+        torch._foreach_mul_(slopes, y)  # 0 where z is clipped
+        del y
         torch._foreach_mul_(slopes, list(gradients.values()))
         torch._foreach_mul_(slopes, [self.weights[name] for name in gradients])
         torch._foreach_add_([pulls[name] for name in gradients], slopes)
@@ -206,7 +220,9 @@ class L0(Baseline):
         """Returns the number of gates that are open without noise, in few kernels."""
         gates = torch._foreach_sub(list(self._log_a.values()), CLOSED)
         torch._foreach_clamp_min_(gates, 0)
-        return torch.stack(torch._foreach_norm(torch._foreach_sign(gates), 1)).sum()
+        torch._foreach_sign_(gates)
+        first = next(iter(self._log_a.values()))
+        return torch.stack([n.to(first.device) for n in torch._foreach_norm(gates, 1)]).sum()
 
     def _final_scores(self) -> dict[str, Tensor]:
         """Returns |z w| where the gate without noise is open, how far it is from that elsewhere."""
@@ -221,12 +237,18 @@ class L0(Baseline):
         now = [generator.get_state() for generator in self._generators.values()]
         # gates that a step has drawn are drawn again
         state[STATE]["generators"] = self._before_draw if self._begun else now
+        if self._adaptive is not None:
+            state[STATE]["u"] = self._adaptive.u.clone()
         return state
 
     def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
         load_rest = super()._read_extra_state(state)
         if STATE not in state:
             return load_rest
+        u = state[STATE].get("u")
+        if (u is None) != (self._adaptive is None):
+            theirs, ours = ("fixed", "adaptive") if u is None else ("adaptive", "fixed")
+            raise ValueError(f"the state has {theirs} penalties, and this optimizer {ours} ones")
         saved = [each.cpu() for each in state[STATE]["generators"]]
         try:
             for device, generator_state in zip(self._generators, saved, strict=True):
@@ -239,6 +261,8 @@ class L0(Baseline):
 
         def load() -> None:
             load_rest()
+            if self._adaptive is not None:
+                self._adaptive.u.copy_(u)
             for generator, generator_state in zip(self._generators.values(), saved, strict=True):
                 generator.set_state(generator_state)
             if self._begun:

@@ -23,7 +23,7 @@ DAMPING = 30.0
 """What an error of 1 adds to u for the step in which it occurs."""
 
 BOUND = 20.0
-"""Bound of |u|, for factors of up to 2e8."""
+"""Bound of u, and of u + damping e: factors are at most 2.4e8."""
 
 
 class AdaptivePenalty:
@@ -57,12 +57,21 @@ class AdaptivePenalty:
         """Updates u by the sparsity that has been reached; returns the factor."""
         error = self._wanted - reached
         self.u.add_(error, alpha=self._gain).clamp_(-BOUND, BOUND)
-        return torch.sinh(self.u + DAMPING * error)
+        return torch.sinh((self.u + DAMPING * error).clamp_(-BOUND, BOUND))
 
 
 def sparsity_of(target: Sparsifier) -> float:
-    """Returns the sparsity of a target that is not a range."""
+    """Returns the sparsity of a target.
+
+    Raises:
+        ValueError: If the operator does not say it.
+    """
     if isinstance(target, NM):
         return 1 - target.keep / target.group
-    level: float = target.level  # type: ignore[attr-defined]
-    return level
+    level = getattr(target, "level", None)
+    if level is None:
+        raise ValueError(
+            f"the sparsity of {target} is not known in advance, so that no penalty can adapt to "
+            "it; allowed are operators such as global:0.9 and nm:2:4"
+        )
+    return float(level)

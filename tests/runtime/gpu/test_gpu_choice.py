@@ -12,7 +12,6 @@ from torchcram.runtime.gpu.prepare import (
     Input,
     agree,
     count_copies,
-    in_faster_format,
     layer_inputs,
     prepare_gpu,
     weight_names_by_layer,
@@ -174,6 +173,28 @@ def test_the_largest_of_several_inputs_counts():
     assert layer_inputs(Twice(), (x,)) == {"conv": Input((2, 4, 3, 5))}
     last = x.to(memory_format=torch.channels_last)
     assert layer_inputs(Twice(), (last,)) == {"conv": Input((2, 4, 3, 5), channels_last=True)}
+    part = torch.randn(2, 8, 3, 5).chunk(2, 1)[0]  # not contiguous, and not in channels_last
+    assert layer_inputs(Twice(), (part,)) == {"conv": Input((2, 4, 3, 5))}
+
+
+def test_layers_with_a_forward_of_their_own_are_called_as_they_like():
+    class Own(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden)
+
+    class Caller(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.empty = Own(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.empty(self.own(hidden=x)[:0])
+
+    model = Caller()
+    seen = layer_inputs(model, (torch.randn(2, 8),))
+    assert seen == {"empty": rows(0, 4)}
+    assert why_dense("own", model.own, seen) == "Own has a forward of its own"
+    assert why_dense("empty", model.empty, seen) == "its input is empty in the example"
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -195,24 +216,6 @@ def test_a_convolution_is_measured_with_its_stride_on_its_pixels(measured):
     assert isinstance(faster, PointwiseConv2d)
     chooser.choose("two", layers[1], given, integers=None)
     assert len(asked) == 4  # the other stride takes another time
-
-
-@pytest.mark.parametrize("faster", ["contiguous", "channels_last"])
-def test_convolutions_have_the_faster_format(faster, monkeypatch):
-    monkeypatch.setattr(
-        gpu_prepare, "time_in_turns", lambda runs: {each: float(each != faster) for each in runs}
-    )
-    model, x = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)).eval(), torch.randn(2, 4, 6, 6)
-    found = in_faster_format(model, (x,))
-    weight = found[0].weight
-    assert weight.is_contiguous(memory_format=torch.channels_last) == (faster == "channels_last")
-    assert model[0].weight.is_contiguous()
-    torch.testing.assert_close(found(x), model(x))
-
-
-def test_a_model_without_convolutions_has_no_format():
-    model = mlp()
-    assert in_faster_format(model, (torch.randn(2, 8),)) is model
 
 
 def test_results_in_16_bits_agree_but_for_rounding():

@@ -6,7 +6,9 @@ from torch import nn
 
 from torchcram import compress, compressible_weights, parse_operator
 from torchcram.operators.quantize import quantizer_of
+from torchcram.runtime.gpu import prepare as gpu_prepare
 from torchcram.runtime.gpu import prepare_gpu
+from torchcram.runtime.gpu.layers import PointwiseConv2d
 from torchcram.runtime.gpu.prepare import (
     Chooser,
     Input,
@@ -63,20 +65,23 @@ def test_pointwise_convolutions_compute_what_dense_ones_do(channels_last, stride
     assert agree(made.make()(x), layer(x))
 
 
+class Flat(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).view(len(x), -1)  # fails in channels_last
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @torch.no_grad()
-def test_a_prepared_convolutional_model_gives_what_it_gave():
-    model = nn.Sequential(
-        nn.Conv2d(64, 1024, 1),
-        nn.ReLU(),
-        nn.Conv2d(1024, 1024, 1),
-        nn.ReLU(),
-        nn.Conv2d(1024, 64, 3),
-    )
-    model, x = compress(model, "nm:2:4"), torch.randn(32, 64, 28, 28)
+def test_a_prepared_convolutional_model_gives_what_it_gave(form, monkeypatch):
+    monkeypatch.setattr(gpu_prepare, "LEAST", 0.0)  # the layer is replaced, fast or not
+    kind = Flat if form == torch.contiguous_format else nn.Sequential
+    model = kind(nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 128, 1), nn.ReLU())
+    model, x = compress(model, "nm:2:4"), torch.randn(8, 64, 30, 30)
+    model, x = model.to(memory_format=form), x.to(memory_format=form)
     fast, layers, _ = prepare_gpu(model, (x,), operator="nm:2:4")
-    assert [layer.name for layer in layers] == ["0", "2", "4"]
-    assert layers[2].reason == "2:4 is for kernels of 1x1, not 3x3"
-    assert layers[1].speedup is not None
+    assert [layer.kernel for layer in layers] == ["dense", "2:4"]
+    assert layers[0].reason == "there is a kernel for convolutions of 1x1, not 3x3"
+    assert isinstance(fast[2], PointwiseConv2d)
     x = x.cuda().bfloat16()
     assert agree(fast(x), model.cuda().bfloat16()(x))
 

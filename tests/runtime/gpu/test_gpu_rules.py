@@ -174,25 +174,32 @@ def test_a_linear_layer_computes_a_pointwise_convolution(
     linear.bias.copy_(conv.bias)
     found = PointwiseConv2d(linear, conv.stride)(x)
     torch.testing.assert_close(found, conv(x))
-    if batched:
-        assert found.is_contiguous(memory_format=torch.channels_last)
+    adjacent = x.stride(-3) == 1
+    assert found.movedim(-3, -1).is_contiguous() if adjacent else found.is_contiguous()
 
 
-def test_outputs_are_put_into_channels_last():
-    class Transposed(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).movedim(-1, 0).contiguous().movedim(0, -1)
+class Transposed(nn.Linear):
+    """Writes its outputs as 2:4 kernels do: those of all rows one after another."""
 
-    found = PointwiseConv2d(Transposed(8, 4))(torch.randn(2, 8, 5, 3))
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    def forward(self, x):
+        return super().forward(x).movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_outputs_have_the_format_of_the_input(form):
+    layer = PointwiseConv2d(Transposed(8, 4))
+    found = layer(torch.randn(2, 8, 5, 3).to(memory_format=form))
+    assert found.is_contiguous(memory_format=form)
+    if form == torch.contiguous_format:
+        assert found.view(2, -1).shape == (2, 60)
 
 
 @pytest.mark.parametrize(
     ("conv", "reason"),
     [
-        (nn.Conv2d(8, 8, (3, 1)), "2:4 is for kernels of 1x1, not 3x1"),
-        (nn.Conv2d(8, 8, 1, groups=2), "2:4 is for one group of channels, not 2"),
-        (nn.Conv2d(8, 8, 1, padding=1), "2:4 is for convolutions without padding"),
+        (nn.Conv2d(8, 8, (3, 1)), "there is a kernel for convolutions of 1x1, not 3x1"),
+        (nn.Conv2d(8, 8, 1, groups=2), "there is a kernel for one group of channels, not 2"),
+        (nn.Conv2d(8, 8, 1, padding=1), "there is a kernel for convolutions without padding only"),
         (nn.Conv2d(8, 8, 1, padding="same"), None),
         (nn.Conv2d(8, 8, 1, padding="valid"), None),
     ],

@@ -118,8 +118,8 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class PointwiseConv2d(nn.Module):
     """A convolution with kernels of 1x1, computed by a Linear layer with a row per pixel.
 
-    Inputs in channels_last are such rows already; others are copied. Outputs are in channels_last,
-    into which those of 2:4 kernels are copied.
+    Inputs in channels_last are such rows already; others are copied, and so are outputs, unless the
+    layer computes them in the format of the input.
 
     Args:
         linear: Layer that maps (..., input channels) to (..., output channels).
@@ -136,17 +136,19 @@ class PointwiseConv2d(nn.Module):
         down, right = self.stride
         pixels = x[..., ::down, ::right].movedim(-3, -1).contiguous()
         y: Tensor = self.linear(pixels)
-        return y.contiguous().movedim(-1, -3)
+        if x.stride(-3) == 1:  # channels_last
+            return y.contiguous().movedim(-1, -3)
+        return y.movedim(-1, -3).contiguous()
 
 
 def why_not_pointwise(layer: nn.Conv2d) -> str | None:
     """Returns why a convolution cannot be a `PointwiseConv2d`, or None if it can."""
     if layer.kernel_size != (1, 1):
-        return "2:4 is for kernels of 1x1, not {}x{}".format(*layer.kernel_size)
+        return "there is a kernel for convolutions of 1x1, not {}x{}".format(*layer.kernel_size)
     if layer.groups != 1:
-        return f"2:4 is for one group of channels, not {layer.groups}"
+        return f"there is a kernel for one group of channels, not {layer.groups}"
     if layer.padding not in ((0, 0), "valid", "same"):
-        return "2:4 is for convolutions without padding"
+        return "there is a kernel for convolutions without padding only"
     return None
 
 

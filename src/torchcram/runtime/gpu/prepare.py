@@ -26,7 +26,7 @@ from torchcram.runtime.gpu.layers import (
     why_not_pointwise,
     why_not_sparse,
 )
-from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode, time_in_turns
+from torchcram.runtime.gpu.run_modes import DENSE, RunMode, choose_mode
 from torchcram.runtime.integers import find_integers
 from torchcram.runtime.marking import mark_prepared_
 from torchcram.runtime.outputs import tensor_error
@@ -117,8 +117,7 @@ def prepare_gpu(
 
     2:4 weights become semi-structured tensors, in Linear layers and in convolutions of 1x1. Linear
     weights of up to 8 bits run on a Triton kernel, and of up to 4 bits on
-    torch._weight_int4pack_mm. Convolutions run in channels_last if the model is faster in it. The
-    copy is in eval mode, computes in `dtype`, and cannot be trained.
+    torch._weight_int4pack_mm. The copy is in eval mode, computes in `dtype`, and cannot be trained.
 
     Args:
         model: Compressed model, which stays unchanged; in float32 if it is quantized.
@@ -143,7 +142,6 @@ def prepare_gpu(
     owners = weight_names_by_layer(model, chosen)
     twin = copy.deepcopy(model).to("cuda", dtype).eval().requires_grad_(False)
     inputs = tuple(_to_gpu(value, dtype) for value in example)
-    twin = in_faster_format(twin, inputs)
     seen = layer_inputs(twin, inputs)
     chooser, choices = Chooser(), []
     replaced: dict[str, nn.Module] = {}
@@ -197,13 +195,14 @@ def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Inp
         if isinstance(layer, nn.Linear):
             given = Input((x.numel() // x.shape[-1], x.shape[-1]))
         else:
-            given = Input(tuple(x.shape), x.dim() == 4 and not x.is_contiguous())
+            adjacent = x.dim() == 4 and x.stride(1) == 1 and not x.is_contiguous()
+            given = Input(tuple(x.shape), adjacent)
         largest[path] = max(largest.get(path, given), given, key=lambda each: math.prod(each.shape))
 
     hooks = [
         module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
         for path, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv2d))
+        if type(module).forward in (nn.Linear.forward, nn.Conv2d.forward)
     ]
     try:
         model(*example)
@@ -213,25 +212,6 @@ def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Inp
     return largest
 
 
-@torch.no_grad()
-def in_faster_format(model: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
-    """Returns a model with its convolutions in channels_last if it is faster so, else itself."""
-    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        return model
-    other = copy.deepcopy(model)
-    for module in other.modules():
-        if isinstance(module, nn.Conv2d):
-            module.to(memory_format=torch.channels_last)
-    models = {"contiguous": model, "channels_last": other}
-    runs: dict[str, Callable[[], object]] = {
-        name: partial(each, *example) for name, each in models.items()
-    }
-    for run in runs.values():
-        run()  # convolutions are tuned
-    times = time_in_turns(runs)
-    return models[min(times, key=times.__getitem__)]
-
-
 def why_dense(path: str, layer: nn.Module, seen: Mapping[str, Input]) -> str | None:
     """Returns why a layer is left dense without timing it, or None."""
     kind = next((kind for kind in (nn.Linear, nn.Conv2d) if isinstance(layer, kind)), None)
@@ -239,8 +219,10 @@ def why_dense(path: str, layer: nn.Module, seen: Mapping[str, Input]) -> str | N
         return f"a {type(layer).__name__}: there are kernels for Linear and 1x1 Conv2d only"
     if type(layer).forward is not kind.forward:
         return f"{type(layer).__name__} has a forward of its own"
-    if path not in seen or not math.prod(seen[path].shape):
+    if path not in seen:
         return "never called on the example"
+    if not math.prod(seen[path].shape):
+        return "its input is empty in the example"
     return None
 
 
