@@ -126,6 +126,7 @@ def as_result(trained: Trained, targets: Sequence[TargetResult]) -> Result:
         processes=finished.processes,
         others=finished.others,
         epochs=finished.epochs,
+        reached=finished.reached,
     )
     return merge_seed(None, trained.recipe, seed)
 

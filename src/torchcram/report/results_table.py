@@ -108,7 +108,9 @@ def comparison_table(results: Sequence[Result]) -> Table:
 def _length(result: Result) -> str:
     """Returns the cost of the training for the caption; nothing where it is not known."""
     how = "fine-tuned for" if FINETUNE in result.method else "trained for"
-    return f"; {how} {_words(result)}; {PASSES}" if _words(result) else ""
+    reached = summary.reached(result)
+    ended = f"; sparsity before the end of training, which changed it: {reached}" if reached else ""
+    return (f"; {how} {_words(result)}; {PASSES}" if _words(result) else "") + ended
 
 
 def _words(result: Result) -> str:

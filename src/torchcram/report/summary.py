@@ -321,6 +321,12 @@ def rounded(value: float) -> int | float:
     return int(short) if short == int(short) else short
 
 
+def reached(result: Result) -> str:
+    """Returns the sparsities that training itself reached, where they were not the target's."""
+    found = [seed.reached for seed in result.seeds if seed.reached is not None]
+    return ", ".join(f"{100 * sparsity:.1f} %" for sparsity in found)
+
+
 def tuned(result: Result) -> bool:
     """Returns whether batch norm was tuned after compression, which scores that changed tell.
 

@@ -50,6 +50,7 @@ seeds = st.builds(
     machine=st.text(),
     versions=st.dictionaries(st.text(), st.text(), max_size=2),
     epochs=st.none() | st.floats(0, 1e3, exclude_min=True),
+    reached=st.none() | st.floats(0, 1),
 )
 results = st.builds(
     Result,
@@ -102,7 +103,7 @@ def places(value, above=()):
 PLAIN = json.loads(json.dumps(asdict(sgd())))
 PLACES = list(places(PLAIN))
 OPTIONAL = ("after_std", "trials", "processes", "others", "metric", "samples", "chosen", "epochs")
-OPTIONAL = (*OPTIONAL, "source")
+OPTIONAL = (*OPTIONAL, "source", "reached")
 REQUIRED = [keys for keys in PLACES if keys[-1] not in (*OPTIONAL, *range(9))]
 REQUIRED = [keys for keys in REQUIRED if "versions" not in keys[:-1]]
 REQUIRED = [keys for keys in REQUIRED if "targets" not in keys or keys[-1] != "seconds"]

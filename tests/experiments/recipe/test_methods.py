@@ -9,10 +9,12 @@ from runs import CPU, Stop, digits, recipe, run, stop_after, weights
 from torchcram import compressible_weights, sparsity
 from torchcram.baselines.registry import METHODS
 from torchcram.experiments.evaluation.compressed_models import score_model
+from torchcram.experiments.evaluation.results import read_result, write_result
 from torchcram.experiments.recipe import Recipe
 from torchcram.experiments.recipe.build import build_batches, build_initial_model, target_weights
 from torchcram.experiments.recipe.methods import read_time
 from torchcram.experiments.recipe.overrides import finetune_recipe
+from torchcram.experiments.results_store import measure
 from torchcram.report.markdown_tables import markdown_table
 
 ARGS = {
@@ -55,12 +57,20 @@ def data():
 )
 def test_a_sparsity_that_training_did_not_reach_is_named(initial, said, tmp_path, data):
     with pytest.warns(UserWarning, match=f"convnet-digits/sgd: training reached a sparsity {said}"):
-        run(tmp_path, with_method("str", initial=initial), data)
+        trained = run(tmp_path, with_method("str", initial=initial), data)
+    reached = trained.finished.reached
+    assert reached == pytest.approx(0.0 if initial < -5 else 0.95, abs=0.06)
+    measured = measure(trained, data, device=CPU)
+    write_result(measured, tmp_path / "result.json")
+    assert read_result(tmp_path / "result.json").seeds[0].reached == reached
+    said = f"which changed them: {measured.title}: {100 * reached:.1f} %."
+    assert said in markdown_table([measured], "digits/convnet-digits")
 
 
 @pytest.mark.parametrize("name", ["dpf", "sfw"])
 def test_methods_that_reach_the_target_or_train_for_all_are_silent(name, tmp_path, data):
-    run(tmp_path, with_method(name), data)
+    trained = run(tmp_path, with_method(name), data)
+    assert trained.finished.reached is None
 
 
 def test_every_method_is_tested():

@@ -105,6 +105,8 @@ class SeedResult:
         chosen: Settings on top of the recipe that were chosen from a grid.
         epochs: Number of epochs that were trained, where early stopping decided it.
         source: Model that a transfer started from; None for all other trainings.
+        reached: Sparsity that training itself reached, where the target was another one, to which
+            the end of training pruned, or brought weights back.
     """
 
     seed: int
@@ -118,12 +120,15 @@ class SeedResult:
     chosen: tuple[str, ...] = field(default=(), metadata=json_text.UNLESS_DEFAULT)
     epochs: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
     source: TransferSource | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    reached: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, "seed", self.seed, "at least 0")
         require(0 <= self.seconds <= 1e9, "seconds", self.seconds, "from 0 to 1e9")
         require(self.processes >= 1, "processes", self.processes, "at least 1")
         require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
+        if self.reached is not None:
+            _require_fraction("reached", self.reached)
         operators = [target.operator for target in self.targets]
         require(len(set(operators)) == len(operators), "targets", operators, "every operator once")
 

@@ -36,6 +36,7 @@ class Finished:
         processes: Number of processes that trained together, at the end.
         others: Further metrics, by name.
         epochs: Number of epochs that were trained, where early stopping decided it.
+        reached: Sparsity that training itself reached, where the target was another one.
     """
 
     accuracy: float
@@ -43,6 +44,7 @@ class Finished:
     processes: int = field(default=1, metadata=json_text.UNLESS_DEFAULT)
     others: dict[str, float] | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
     epochs: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
+    reached: float | None = field(default=None, metadata=json_text.UNLESS_DEFAULT)
 
 
 @dataclass(frozen=True)

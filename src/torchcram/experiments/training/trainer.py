@@ -104,6 +104,7 @@ Progress = Callable[[float, int, "EpochRecord | None"], None]
 
 CPU = torch.device("cpu")
 MISSED_SPARSITY = 0.02  # difference from the target that a warning names
+SAME_SPARSITY = 0.001  # difference from the target that results do not name
 OFTEN = 0.2  # least number of seconds between two calls of progress within an epoch
 PATIENCE = 15.0  # seconds; workers that decode images notice after 5 that they are orphans
 
@@ -339,7 +340,7 @@ class Trainer:
                     self.save_checkpoint()
                     policy.note_checkpoint()
                 epochs.report(record.epoch, record)
-        self._finish_method()
+        reached = self._finish_method()
         score = policy.finish(epochs.score) if self.recipe.method is None else epochs.score()
         with self.whole_model() as model:
             if self.ranks.is_first:
@@ -351,6 +352,7 @@ class Trainer:
                 self.ranks.world_size,
                 score.others,
                 policy.stopped_after(self.done),
+                reached,
             )
             write_info(self.folder, replace(self.info, finished=finished))
         policy.clean_up()
@@ -477,16 +479,20 @@ class Trainer:
             recipe, data, train=train, device=self.device, seed=self.info.seed, ranks=self.ranks
         )
 
-    def _finish_method(self) -> None:
-        """Prunes the model to exactly the target of its method, if it has one."""
+    def _finish_method(self) -> float | None:
+        """Prunes the model to exactly the target of its method, if it has one.
+
+        Returns:
+            Sparsity that training itself reached; None where that is the target's.
+        """
         optimizer = self.optimizer
         if not isinstance(optimizer, Baseline):
-            return
+            return None
         reached = optimizer.reached_sparsity()
         optimizer.finish()
         final = sparsity(optimizer.weights)
-        missed = optimizer.trains_to_target and abs(reached - final) > MISSED_SPARSITY
-        if missed and self.ranks.is_first:
+        missed = abs(reached - final) if optimizer.trains_to_target else 0.0
+        if missed > MISSED_SPARSITY and self.ranks.is_first:
             last = "pruned" if reached < final else "brought back"
             warnings.warn(
                 f"{self.recipe.name}: training reached a sparsity of {reached:.1%} instead of "
@@ -494,6 +500,7 @@ class Trainer:
                 "penalty, the weight decay or the schedule of the method",
                 stacklevel=2,
             )
+        return reached if missed > SAME_SPARSITY else None
 
     def _load_state(self, epoch: int, state: dict[str, Any]) -> str | None:
         """Loads the state of a checkpoint; returns the problem if it does not fit."""
