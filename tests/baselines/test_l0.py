@@ -83,11 +83,11 @@ def test_the_factor_of_an_adaptive_penalty():
         factor = penalty.follow_(torch.tensor(reached))
         expected = math.sinh(max(-20, min(u + 30 * error, 20)))
         assert factor.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert penalty.u.item() == pytest.approx(u, rel=1e-5)
+    assert penalty.v.item() == pytest.approx(u, rel=1e-5)
     for _ in range(1000):
         factor = penalty.follow_(torch.tensor(0.0))
     assert factor.item() == pytest.approx(math.sinh(20), rel=1e-4)
-    assert penalty.u == 20
+    assert penalty.v == 20
 
 
 def test_an_adaptive_penalty_has_to_end_within_the_training():

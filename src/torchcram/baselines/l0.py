@@ -63,8 +63,8 @@ class L0(Baseline):
     sparsity s of the gates without noise, which is to grow by the cubic schedule s(t)::
 
         e      = s(t) - s
-        u     <- u + 300 e / end
-        factor = sinh(u + 30 e),    by which the penalty is multiplied
+        v     <- v + 300 e / end
+        factor = sinh(v + 30 e),    by which the penalty is multiplied
 
     Args:
         model: Model to train.
@@ -130,7 +130,7 @@ class L0(Baseline):
 
     def kept_tensors(self) -> list[Tensor]:
         """Returns the masks, log a, and what an adaptive penalty depends on."""
-        return [*super().kept_tensors(), *([self._adaptive.u] if self._adaptive else [])]
+        return [*super().kept_tensors(), *([self._adaptive.v] if self._adaptive else [])]
 
     def check_length(self, steps: int) -> None:
         """Raises ValueError if the sparsity is to be reached after the end of the training."""
@@ -238,16 +238,16 @@ class L0(Baseline):
         # gates that a step has drawn are drawn again
         state[STATE]["generators"] = self._before_draw if self._begun else now
         if self._adaptive is not None:
-            state[STATE]["u"] = self._adaptive.u.clone()
+            state[STATE]["v"] = self._adaptive.v.clone()
         return state
 
     def _read_extra_state(self, state: dict[str, Any]) -> Callable[[], None]:
         load_rest = super()._read_extra_state(state)
         if STATE not in state:
             return load_rest
-        u = state[STATE].get("u")
-        if (u is None) != (self._adaptive is None):
-            theirs, ours = ("fixed", "adaptive") if u is None else ("adaptive", "fixed")
+        v = state[STATE].get("v")
+        if (v is None) != (self._adaptive is None):
+            theirs, ours = ("fixed", "adaptive") if v is None else ("adaptive", "fixed")
             raise ValueError(f"the state has {theirs} penalties, and this optimizer {ours} ones")
         saved = [each.cpu() for each in state[STATE]["generators"]]
         try:
@@ -262,7 +262,7 @@ class L0(Baseline):
         def load() -> None:
             load_rest()
             if self._adaptive is not None:
-                self._adaptive.u.copy_(u)
+                self._adaptive.v.copy_(v)
             for generator, generator_state in zip(self._generators.values(), saved, strict=True):
                 generator.set_state(generator_state)
             if self._begun:

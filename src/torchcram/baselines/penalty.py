@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from torchcram.weights import Weights
 
 GAIN = 300.0
-"""What an error of 1 adds to u over the whole schedule."""
+"""What an error of 1 adds to v over the whole schedule."""
 
 DAMPING = 30.0
-"""What an error of 1 adds to u for the step in which it occurs."""
+"""What an error of 1 adds to v for the step in which it occurs."""
 
 BOUND = 20.0
-"""Bound of u, and of u + damping e: factors are at most 2.4e8."""
+"""Bound of v, and of v + damping e: factors are at most 2.4e8."""
 
 
 class AdaptivePenalty:
     """Factor of a penalty, by which the sparsity follows a schedule.
 
         e      = s(t) - s
-        u     <- u + gain e
-        factor = sinh(u + damping e)
+        v     <- v + gain e
+        factor = sinh(v + damping e)
 
-    s is the sparsity that has been reached, s(t) the scheduled one, and u begins at 0. Far from 0
+    s is the sparsity that has been reached, s(t) the scheduled one, and v begins at 0. Far from 0
     the factor grows exponentially, so that it finds any magnitude; it is negative where too much
     has been pruned. Everything stays on the device, so that steps can be captured.
 
@@ -45,7 +45,7 @@ class AdaptivePenalty:
 
     def __init__(self, schedule: SparsitySchedule, target: Sparsifier, weights: Weights) -> None:
         self.schedule, self.final = schedule, sparsity_of(target)
-        self.u = scalar_for(weights)
+        self.v = scalar_for(weights)
         self._wanted = scalar_for(weights)
         self._gain = GAIN / max(schedule.end - schedule.begin, 1)
 
@@ -54,10 +54,10 @@ class AdaptivePenalty:
         self._wanted.fill_(self.schedule.sparsity(step, self.final))
 
     def follow_(self, reached: Tensor) -> Tensor:
-        """Updates u by the sparsity that has been reached; returns the factor."""
+        """Updates v by the sparsity that has been reached; returns the factor."""
         error = self._wanted - reached
-        self.u.add_(error, alpha=self._gain).clamp_(-BOUND, BOUND)
-        return torch.sinh((self.u + DAMPING * error).clamp_(-BOUND, BOUND))
+        self.v.add_(error, alpha=self._gain).clamp_(-BOUND, BOUND)
+        return torch.sinh((self.v + DAMPING * error).clamp_(-BOUND, BOUND))
 
 
 def sparsity_of(target: Sparsifier) -> float:
