@@ -323,8 +323,8 @@ def rounded(value: float) -> int | float:
 
 def reached(result: Result) -> str:
     """Returns the sparsities that training itself reached, where they were not the target's."""
-    found = [seed.reached for seed in result.seeds if seed.reached is not None]
-    return ", ".join(f"{100 * sparsity:.1f} %" for sparsity in found)
+    sparsities = [seed.reached for seed in result.seeds if seed.reached is not None]
+    return ", ".join(f"{100 * sparsity:.1f} %" for sparsity in sparsities)
 
 
 def tuned(result: Result) -> bool:
