@@ -57,33 +57,37 @@ def test_the_penalty_does_not_depend_on_the_number_of_weights():
     assert gradients[0] == pytest.approx(3 * opened * (1 - opened), rel=1e-2)
 
 
-@pytest.mark.parametrize("target", ["global:0.5", "uniform:0.8", "nm:1:4"])
-def test_an_adaptive_penalty_reaches_the_target(target):
+@pytest.mark.parametrize(
+    ("target", "steps"),
+    [("global:0.5", 600), ("uniform:0.8", 600), ("nm:1:4", 600), ("global:0.8", 300)],
+)
+def test_an_adaptive_penalty_reaches_the_target(target, steps):
     model = net()
     base = torch.optim.Adam(model.parameters(), 5e-3)
-    optimizer = L0(model, base, target, gate_lr=0.1, drop_rate=0.1, end=450)
-    data, wanted, shares = digit_batches(600), sparsity_of(optimizer.operator), []
+    optimizer = L0(model, base, target, gate_lr=0.1, drop_rate=0.1, end=3 * steps // 4)
+    data, wanted, shares = digit_batches(steps), sparsity_of(optimizer.operator), []
     for part in range(4):
-        train(model, optimizer, data[150 * part : 150 * (part + 1)])
+        train(model, optimizer, data[steps * part // 4 : steps * (part + 1) // 4])
         shares.append(optimizer.reached_sparsity())
-    assert shares[0] < shares[1] < shares[2] == pytest.approx(wanted, abs=0.05)
-    assert shares[3] == pytest.approx(wanted, abs=0.02)
+    assert shares[0] < shares[1]
+    assert shares[2:] == pytest.approx([wanted] * 2, abs=0.05)
     optimizer.finish()
-    assert accuracy(model) > 0.8
+    if target.startswith("global"):  # the penalty does not see single layers
+        assert accuracy(model) > 0.9
 
 
 def test_the_factor_of_an_adaptive_penalty():
     weights = dict(build().named_parameters())
     penalty = AdaptivePenalty(SparsitySchedule(100), parse_operator("global:0.8"), weights)
-    u = 0.0
+    v = 0.0
     for step, reached in ((10, 0.0), (20, 0.5), (50, 0.9), (100, 0.8), (200, 0.7)):
         penalty.set_step_(step)
         error = 0.8 * (1 - max(1 - step / 100, 0) ** 3) - reached
-        u += 3 * error
+        v += error
         factor = penalty.follow_(torch.tensor(reached))
-        expected = math.sinh(max(-20, min(u + 30 * error, 20)))
+        expected = math.sinh(max(-20, min(v + 10 * error, 20)))
         assert factor.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert penalty.v.item() == pytest.approx(u, rel=1e-5)
+    assert penalty.v.item() == pytest.approx(v, rel=1e-5)
     for _ in range(1000):
         factor = penalty.follow_(torch.tensor(0.0))
     assert factor.item() == pytest.approx(math.sinh(20), rel=1e-4)

@@ -60,11 +60,11 @@ class L0(Baseline):
     all, in each layer where the target is one of each layer.
 
     Which sparsity a penalty leads to is not known in advance. With `end`, it adapts itself to the
-    sparsity s of the gates without noise, which is to grow by the cubic schedule s(t)::
+    sparsity s of all gates together, without noise, which is to grow by the cubic schedule s(t)::
 
         e      = s(t) - s
-        v     <- v + 300 e / end
-        factor = sinh(v + 30 e),    by which the penalty is multiplied
+        v     <- v + 100 e / end
+        factor = sinh(v + 10 e),    by which the penalty is multiplied
 
     Args:
         model: Model to train.
@@ -130,7 +130,7 @@ class L0(Baseline):
 
     def kept_tensors(self) -> list[Tensor]:
         """Returns the masks, log a, and what an adaptive penalty depends on."""
-        return [*super().kept_tensors(), *([self._adaptive.v] if self._adaptive else [])]
+        return [*super().kept_tensors(), *([] if self._adaptive is None else [self._adaptive.v])]
 
     def check_length(self, steps: int) -> None:
         """Raises ValueError if the sparsity is to be reached after the end of the training."""

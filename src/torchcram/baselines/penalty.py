@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torchcram.operators import Sparsifier
     from torchcram.weights import Weights
 
-GAIN = 300.0
-"""What an error of 1 adds to v over the whole schedule."""
+GAIN = 100.0
+"""What an error of 1 adds to v over the whole schedule; three times as much overshoots."""
 
-DAMPING = 30.0
+DAMPING = 10.0
 """What an error of 1 adds to v for the step in which it occurs."""
 
 BOUND = 20.0

@@ -206,14 +206,9 @@ def _note(results: Sequence[Result]) -> str:
         "ratio to the same model dense" if ratios else "change from the same model dense, in points"
     )
     after = " after batch-norm tuning" if any(map(summary.tuned, results)) else ""
-    reached = "; ".join(
-        f"{_escaped(each.title)}: {summary.reached(each)}"
-        for each in results
-        if summary.reached(each)
-    )
-    ended = (
-        f" Sparsities before the end of training, which changed them: {reached}." if reached else ""
-    )
+    reached = {result.title: summary.reached(result) for result in results}
+    named = "; ".join(f"{_escaped(title)}: {said}" for title, said in reached.items() if said)
+    ended = f" Sparsities before the end of training, which changed them: {named}." if named else ""
     return (
         f"Test {metric}{'' if ratios else ' in %'} on {data}{after}; in brackets the "
         f"{change}. Mean ± standard deviation where there are several seeds. "

@@ -27,7 +27,7 @@ ARGS = {
     "lottery-tickets": {"round_steps": "2 epochs", "rewind_step": "1 epoch", "rounds": 2},
     "sfw": {"radius": 10.0},
     "compression-aware-sfw": {},
-    "l0": {"penalty": 10.0},
+    "l0": {"penalty": 10.0, "end": "75 %"},
     "movement": {"end": "75 %", "interval": 1},
     "soft-movement": {"end": "75 %", "interval": 1, "threshold": 0.5},
     "platon": {"end": "75 %", "interval": 2},

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["LayerChoice", "Prepared", "RunMode", "prepare_gpu"]
 
 Layer = nn.Linear | nn.Conv2d
+FORWARDS = (nn.Linear.forward, nn.Conv2d.forward)  # of layers that may be replaced
 
 
 class Input(NamedTuple):
@@ -202,7 +203,7 @@ def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Inp
     hooks = [
         module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
         for path, module in model.named_modules()
-        if type(module).forward in (nn.Linear.forward, nn.Conv2d.forward)
+        if type(module).forward in FORWARDS
     ]
     try:
         model(*example)
@@ -214,10 +215,9 @@ def layer_inputs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Inp
 
 def why_dense(path: str, layer: nn.Module, seen: Mapping[str, Input]) -> str | None:
     """Returns why a layer is left dense without timing it, or None."""
-    kind = next((kind for kind in (nn.Linear, nn.Conv2d) if isinstance(layer, kind)), None)
-    if kind is None:
+    if not isinstance(layer, (nn.Linear, nn.Conv2d)):
         return f"a {type(layer).__name__}: there are kernels for Linear and 1x1 Conv2d only"
-    if type(layer).forward is not kind.forward:
+    if type(layer).forward not in FORWARDS:
         return f"{type(layer).__name__} has a forward of its own"
     if path not in seen:
         return "never called on the example"
